@@ -25,6 +25,7 @@ from fmegatron.collectives.table import (
     ALL_TO_ALL,
     ALL_TO_ALL_ROWS,
     AXIS_INDEX,
+    CUT,
     DECLARE,
     PMAX,
     PPERMUTE,
@@ -50,15 +51,16 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return all_gather_many([x], axis, [_side_by_side(axis, dim)])[0]
 
 
-def lend(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def lend(x: Tensor, axis: Axis, dim: int | Place) -> Tensor:
     """`x[S_a] -> x[S]` as all_gather, for a value that every rank then treats identically and cuts by a again.
 
     Transpose: shard over a (see `reshard`). After the cut's transpose, an all_gather, each rank has the full gradient:
-    the reduce-scatter of a plain all_gather would add up as many copies as there are ranks.
+    the reduce-scatter of a plain all_gather would add up as many copies as there are ranks. dim: a `Place` where shards
+    have padding.
     """
     if axis.size == 1:
         return x
-    place = _side_by_side(axis, dim)
+    place = dim if isinstance(dim, Place) else _side_by_side(axis, dim)
     return linear(
         lambda xs: ALL_GATHER.emit(xs, axis, [place]), lambda gs, _: [_own_part(g, axis, dim) for g in gs], [x]
     )[0]
@@ -97,6 +99,7 @@ def all_gather_many(
     places = _places(xs, axis, dims, who)
     for x, place in zip(xs, places, strict=True):
         place.check(place.whole_shape(x.shape, axis.sizes), axis.sizes, who)
+        place.require_shard(x.shape, axis.sizes, who)
     return _gathered(xs, axis, places, wires, scales)
 
 
@@ -254,21 +257,27 @@ def ppermute(x: Tensor, axis: Axis, shift: int) -> Tensor:
     return PPERMUTE([x], axis, shift)[0]
 
 
-def shard(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """`x[S] -> x[S_a]`, this rank's part of a value replicated over a; transpose: all_gather over a."""
+def shard(x: Tensor, axis: Axis, dim: int | Place) -> Tensor:
+    """`x[S] -> x[S_a]`, this rank's part of a value replicated over a; transpose: all_gather over a.
+
+    dim: a `Place` where the parts have padding behind them, which then is zeros. Raises ValueError for a dim or place
+    that does not fit.
+    """
     who = f"shard over {_own(axis, 'shard')}"
-    dim = _dim(x, dim, who)
+    dim = dim if isinstance(dim, Place) else _dim(x, dim, who)
     if axis.size == 1:
         return x
-    place = _side_by_side(axis, dim)
+    place = dim if isinstance(dim, Place) else _side_by_side(axis, dim)
     place.check(x.shape, axis.sizes, who)
     return linear(
         lambda xs: [_own_part(x, axis, dim) for x in xs], lambda gs, _: ALL_GATHER.emit(gs, axis, [place]), [x]
     )[0]
 
 
-def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _own_part(x: Tensor, axis: Axis, dim: int | Place) -> Tensor:
     """This rank's part of `dim`, with the rank as a tensor, so that the graph does not depend on it."""
+    if isinstance(dim, Place):
+        return CUT.emit([x], axis, [dim], axis_index(axis, like=x))[0]
     parts = x.unflatten(dim, (axis.size, x.shape[dim] // axis.size))
     return parts.index_select(dim, axis_index(axis, like=x).view(1)).squeeze(dim)
 

@@ -1,6 +1,7 @@
 """Places: where the axes of a coalesced collective split one of its tensors, and how shards form the full tensor.
 
-Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6"), because an op's schema knows no nested lists.
+Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "0|~0:10"), because an op's schema knows no nested
+lists.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fmegatron.layout import Layout
+from fmegatron.layout.split import rooms
 
 __all__ = ["FLAT", "Place"]
 
@@ -31,6 +34,10 @@ class Place:
     for none. () with a dim: the shards are put side by side on it. block: of a flattened shard, the shape of its block
     before that, local to all axes that are not FLAT.
 
+    true: (dim or FLAT, sizes of its parts in the full tensor) where shards are padded (`Layout.padded`): each part has
+    a room of one size in all shards, each axis's that of the one before divided and rounded up. A gather leaves out
+    what is behind the true elements, and a cut puts zeros there, so that padding is in no full tensor.
+
     A full tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
 
     >>> place = Place((1,), 1, (2, 1))                       # [[q q k | q q k]] over two ranks -> [[q q q q k k]]
@@ -44,21 +51,22 @@ class Place:
     interleaved: int = -1
     parts: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
+    true: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @staticmethod
     def of(layout: Layout, names: Sequence[str]) -> Place:
         """The place of these axes (of size > 1, each of which shards the layout) in a local tensor, to be gathered.
 
-        Raises ValueError where a layout is uneven, where another axis splits the same dim below them or in another
-        order, and where ranges of the flattened block would remain after a dim is gathered.
+        Raises ValueError where a layout is uneven and not padded, where another axis splits the same dim below them or
+        in another order, and where ranges of the flattened block would remain after a dim is gathered.
         """
         if not layout.is_even:
             ways = [layout.mesh.extent(layout.axes(d)) for d in range(len(layout.shape))]
             cut = [n for parts, n in zip(layout.parts, ways, strict=True) if any(part % n for part in parts)]
             raise ValueError(
                 f"got {layout}, which is uneven, wanted equal shards for a gather inside a step; make the "
-                f"{'dim' if cut else 'block'} a multiple of {cut[0] if cut else layout.mesh.extent(layout.flat)}, or "
-                "do not shard this leaf"
+                f"{'dim' if cut else 'block'} a multiple of {cut[0] if cut else layout.mesh.extent(layout.flat)}, pad "
+                "it at rest (layout.replace(padded=True)), or do not shard this leaf"
             )
         rank, flat = len(layout.shape), _big(layout, layout.flat)
         held = {d: _big(layout, layout.axes(d)) for d in range(rank)} | {FLAT: flat}
@@ -74,13 +82,23 @@ class Place:
         if any(name not in names for name in flat):  # ranges of a range
             if any(where[name] != FLAT for name in names):
                 raise ValueError(f"got {layout}, wanted a dim gathered with all flat axes {flat}; gather these first")
-            return Place((0,) * len(names))
+            room = rooms(math.prod(_block_of(layout)), layout.flat_counts)[flat.index(names[0])]
+            exact = room % layout.mesh.extent(tuple(names)) == 0
+            return Place((0,) * len(names), true=() if exact else ((0, (room,)),))
         split = [d for d in range(rank) if len(layout.parts[d]) > 1 and set(held[d]) & set(names)]
         if len(split) > 1:
             raise ValueError(f"got {layout}, whose dims {split} are interleaved and gathered, wanted one at most")
-        parts = [part // layout.mesh.extent(held[d]) for d in split for part in layout.parts[d]]
-        block = layout.replace(flat=(), unreduced=()).local_shape(0) if layout.flat else ()
-        return Place(tuple(where[name] for name in names), split[0] if split else -1, tuple(parts), block)
+        parts = [rooms(part, layout.counts[d])[-1] for d in split for part in layout.parts[d]]
+        block = _block_of(layout) if layout.flat else ()
+        dims = tuple(where[name] for name in names)
+        true = []
+        for d in sorted(set(dims)) if layout.padded else ():
+            counts = layout.flat_counts if d == FLAT else layout.counts[d]
+            first = len(held[d]) - sum(name in names for name in held[d])
+            found = [rooms(n, counts) for n in ((math.prod(block),) if d == FLAT else layout.parts[d])]
+            if any(room[-1] * math.prod(counts[first:]) != room[first] for room in found):
+                true.append((d, tuple(room[first] for room in found)))
+        return Place(dims, split[0] if split else -1, tuple(parts), block, tuple(true))
 
     # ---- text
 
@@ -88,7 +106,8 @@ class Place:
         text = ",".join(map(str, self.dims))
         if self.interleaved >= 0:
             text += f"|{self.interleaved}:" + "+".join(map(str, self.parts))
-        return text + ("|" + "x".join(map(str, self.block)) if self.block else "")
+        text += "|" + "x".join(map(str, self.block)) if self.block else ""
+        return text + "".join(f"|~{d}:" + "+".join(map(str, sizes)) for d, sizes in self.true)
 
     @staticmethod
     def parse(text: str) -> Place:
@@ -97,7 +116,9 @@ class Place:
         place = Place(tuple(map(int, dims.split(","))))
         for field in rest:
             dim, colon, parts = field.partition(":")
-            if colon:
+            if field.startswith("~"):
+                place = replace(place, true=(*place.true, (int(dim[1:]), tuple(map(int, parts.split("+"))))))
+            elif colon:
                 place = replace(place, interleaved=int(dim), parts=tuple(map(int, parts.split("+") if parts else ())))
             else:
                 place = replace(place, block=tuple(map(int, field.split("x"))))
@@ -114,12 +135,30 @@ class Place:
 
     def whole_shape(self, shard: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of the full tensor that shards of this shape make up."""
-        return tuple(n * self._ways(d, sizes) for d, n in enumerate(self.block or shard))
+        true = dict(self.true)
+        return tuple(sum(true[d]) if d in true else n * self._ways(d, sizes) for d, n in enumerate(self.block or shard))
 
     def shard_shape(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the shards of a full tensor."""
-        block = tuple(n // self._ways(d, sizes) for d, n in enumerate(whole))
-        return (math.prod(block) // self._ways(FLAT, sizes),) if self.block else block
+        """Shape of the shards of a full tensor, padding included."""
+        block = self._block(whole, sizes)
+        return (-(-math.prod(block) // self._ways(FLAT, sizes)),) if self.block else block
+
+    def _block(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the block of a shard, before it is flattened."""
+        true = dict(self.true)
+        return tuple(
+            sum(-(-part // self._ways(d, sizes)) for part in true[d]) if d in true else n // self._ways(d, sizes)
+            for d, n in enumerate(whole)
+        )
+
+    def require_shard(self, shard: Sequence[int], sizes: Sequence[int], what: str) -> None:
+        """ValueError when shards of this shape are none of this place; `what` begins the message."""
+        wanted = self.shard_shape(self.whole_shape(shard, sizes), sizes)
+        if self.true and tuple(shard) != wanted:
+            raise ValueError(
+                f"{what}: got shards of shape {tuple(shard)}, wanted {wanted}: the place {self} leaves padding out; "
+                "give the place of the layout that the value has: Place.of(layout, axes)"
+            )
 
     def check(self, whole: Sequence[int], sizes: Sequence[int], what: str) -> None:
         """ValueError when a full tensor of this shape cannot be split so; `what` begins the message."""
@@ -127,12 +166,18 @@ class Place:
         for d in set(self.dims) - {FLAT}:
             if not 0 <= d < len(whole):
                 raise ValueError(f"{what}: got dim {d} {where}, wanted a dim of it")
-            if whole[d] % self._ways(d, sizes):
+            if (true := dict(self.true).get(d)) is not None:
+                if whole[d] != sum(true):
+                    raise ValueError(
+                        f"{what}: got dim {d} {where}, wanted {sum(true)} of it, by the place {self}, which knows "
+                        "where padding is; give the place of the layout that the value has"
+                    )
+            elif whole[d] % self._ways(d, sizes):
                 ways = self._ways(d, sizes)
                 raise ValueError(
                     f"{what}: got dim {d} {where}, which is not divisible by {ways}, wanted a multiple of it; {fix}"
                 )
-        block = tuple(n // self._ways(d, sizes) for d, n in enumerate(whole))
+        block = self._block(whole, sizes)
         if self.parts and sum(self.parts) != block[self.interleaved]:
             raise ValueError(
                 f"{what}: got parts {self.parts} of dim {self.interleaved}, which is {block[self.interleaved]} long in "
@@ -142,7 +187,7 @@ class Place:
             raise ValueError(
                 f"{what}: got block {self.block}, wanted {block}, that of the tensor; give that with FLAT axes"
             )
-        if self.block and math.prod(block) % self._ways(FLAT, sizes):
+        if self.block and FLAT not in dict(self.true) and math.prod(block) % self._ways(FLAT, sizes):
             raise ValueError(
                 f"{what}: got {math.prod(block)} elements, wanted a multiple of {self._ways(FLAT, sizes)} ranges; {fix}"
             )
@@ -151,6 +196,8 @@ class Place:
 
     def whole(self, pieces: Tensor, sizes: Sequence[int]) -> Tensor:
         """[n, *shard] -> the full tensor; a view where only dim 0 is split and the pieces are contiguous."""
+        if self.true:
+            return self._whole_without_padding(pieces, sizes)
         k = len(sizes)
         x = pieces.unflatten(0, tuple(sizes))
         flat, rest = self.axes_on(FLAT), [j for j in range(k) if self.dims[j] != FLAT]
@@ -168,6 +215,8 @@ class Place:
 
     def pieces(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
         """The full tensor -> [n, *shard]: row i is the shard of the rank with index i; a view where it can be one."""
+        if self.true:
+            return self._pieces_with_padding(whole, sizes)
         k = len(sizes)
         flat, rest = self.axes_on(FLAT), [j for j in range(k) if self.dims[j] != FLAT]
 
@@ -195,3 +244,68 @@ class Place:
             return f(x)
         dim = self.interleaved
         return torch.cat([f(part) for part in x.split(list(parts), dim + before)], dim + after)
+
+    # ---- values with padding: axis after axis, as each of them leaves its own out, or puts it in
+
+    def _steps(self, sizes: Sequence[int]) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+        """(axis, dim or FLAT, sizes of the parts of the dim in full, and in a piece), in the order of cutting."""
+        true, out = dict(self.true), []
+        ways = math.prod(sizes[j] for j in self.axes_on(self.interleaved)) if self.parts else 1
+        for d in sorted(set(self.dims) - {FLAT}) + [FLAT] * (FLAT in self.dims):
+            parts = tuple(part * ways for part in self.parts) if self.parts and d == self.interleaved else ()
+            parts = true.get(d, parts)
+            for j in self.axes_on(d):
+                inside = tuple(-(-part // sizes[j]) for part in parts)
+                out.append((j, d, parts, inside))
+                parts = inside
+        return out
+
+    def padding_axes(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
+        """Of the names of the axes those along which some shards have padding."""
+        found = {
+            j for j, _, parts, inside in self._steps(sizes) if any(
+                room * sizes[j] != part for part, room in zip(parts, inside, strict=True))
+        }  # fmt: skip
+        return tuple(names[j] for j in sorted(found)) if self.true else ()
+
+    def _pieces_with_padding(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The full tensor -> [n, *shard]."""
+        front: list[int] = []  # the axes that stand before the dims of x
+        for j, d, parts, inside in self._steps(sizes):
+            if d == FLAT and FLAT not in (self.dims[i] for i in front):
+                x = x.flatten(len(front))
+            dim, n = len(front) + max(d, 0), sizes[j]
+            pieces = []
+            for part, room in zip(x.split(list(parts), dim) if len(parts) > 1 else [x], inside or [0], strict=True):
+                room = room or part.shape[dim] // n
+                if behind := room * n - part.shape[dim]:
+                    part = pad(part, (0, 0) * (x.dim() - 1 - dim) + (0, behind))
+                pieces.append(part.unflatten(dim, (n, room)).movedim(dim, 0))
+            x = torch.cat(pieces, dim + 1) if len(pieces) > 1 else pieces[0]
+            front.insert(0, j)
+        k = len(front)
+        if self.block and FLAT not in self.dims:
+            x = x.flatten(k)
+        return x.permute([*(front.index(j) for j in range(k)), *range(k, x.dim())]).flatten(0, k - 1)
+
+    def _whole_without_padding(self, pieces: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[n, *shard] -> the full tensor."""
+        front = list(range(len(sizes)))
+        x = pieces.unflatten(0, tuple(sizes))
+        flat = bool(self.block)
+        for j, d, parts, inside in reversed(self._steps(sizes)):
+            if flat and d != FLAT:
+                x, flat = x.unflatten(len(front), self.block), False
+            at, dim = front.index(j), len(front) + max(d, 0)
+            joined = []
+            for part, n in zip(x.split(list(inside), dim) if len(inside) > 1 else [x], parts or [None], strict=True):
+                part = part.movedim(at, dim - 1).flatten(dim - 1, dim)
+                joined.append(part if n in (None, part.shape[dim - 1]) else part.narrow(dim - 1, 0, n))
+            x = torch.cat(joined, dim - 1) if len(joined) > 1 else joined[0]
+            front.remove(j)
+        return x.unflatten(0, self.block) if flat else x
+
+
+def _block_of(layout: Layout) -> tuple[int, ...]:
+    """Shape of the block that every rank flattens."""
+    return layout.replace(flat=(), unreduced=()).local_shape(0)

@@ -12,6 +12,7 @@ from fmegatron import tree
 from fmegatron.collectives.axes import Axes
 from fmegatron.collectives.ops import axis_index, declare
 from fmegatron.layout import Layout, Split, row_major_strides
+from fmegatron.layout.split import rooms
 
 __all__ = ["positions", "random_words"]
 
@@ -35,7 +36,8 @@ def random_words(
         layout: of the value in the global array; None: it is not sharded.
         axes: of the mesh of the layout.
 
-    Raises ValueError for a key, count or layout that is not like this, and for uneven layouts (see `positions`).
+    Raises ValueError for a key, count or layout that is not like this, and for uneven layouts (see `positions`). Where
+    a layout is padded, the words of padding are those of some elements: multiply by what is 0 there.
     """
     _require_key(key)
     _require_count(count, like)
@@ -81,12 +83,13 @@ def _of_a_row(like: torch.Tensor, layout: Layout | None, dims: int) -> Layout | 
     _require_shape(tuple(like.shape), layout)
     if layout.flat:
         raise ValueError(f"random words: got a count for each row of {layout}, whose ranges cut rows, wanted one count")
-    return Layout(layout.shape[dims:], layout.dtype, layout.mesh, layout.spec[dims:])
+    return Layout(layout.shape[dims:], layout.dtype, layout.mesh, layout.spec[dims:], padded=layout.padded)
 
 
 def positions(like: torch.Tensor, layout: Layout | None = None, axes: Axes | None = None) -> torch.Tensor:
     """int64 index of each element of a local tensor in the global array (row-major), in the shape of the tensor.
 
+    What stands at padding is an integer, and no index of its own.
     Raises ValueError for an uneven layout (the ranks of a traced step share one graph), for one of another local shape
     or mesh, and for a sharded one without axes.
     """
@@ -114,7 +117,7 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
     axes.require(layout, "positions: the layout")
     if not layout.flat:
         return _of_dims(like, layout, axes)
-    leading = _leading_dims(layout)
+    leading = 0 if layout.padded else _leading_dims(layout)
     if leading:
         # Ranges of full rows: as if the leading dims were one, which the flat axes split too. (What `step.check` knows
         # of such a leaf has the same form.)
@@ -123,9 +126,12 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
             shape=(math.prod(layout.shape[:leading]), *dims), spec=(names, *layout.spec[leading:]), flat=()
         )
         return _of_dims(like, merged, axes).flatten()
-    within = _ramp(math.prod(shape), layout.flat, like, axes)
-    at: torch.Tensor | int = 0
     block, strides = layout.replace(flat=()).local_shape(0), row_major_strides(layout.shape)
+    if layout.padded:
+        within = _padded_ramp(math.prod(block), layout.flat, like, axes)
+    else:
+        within = _ramp(math.prod(shape), layout.flat, like, axes)
+    at: torch.Tensor | int = 0
     for dim, stride in enumerate(row_major_strides(block)):
         index = torch.div(within, stride, rounding_mode="floor") % block[dim]
         at = at + _global_index(index, layout, dim, axes) * strides[dim]
@@ -150,7 +156,11 @@ def _of_dims(like: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
     at: torch.Tensor | int = 0
     for dim, (size, stride) in enumerate(zip(layout.local_shape(0), row_major_strides(layout.shape), strict=True)):
         parts, count = layout.parts[dim], math.prod(layout.counts[dim])
-        if len(parts) == 1 or count == 1:
+        if layout.padded and count > 1:
+            starts = [sum(parts[:i]) for i in range(len(parts))]
+            ramps = [_padded_ramp(n, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
+            index = torch.cat(ramps) if len(ramps) > 1 else ramps[0]
+        elif len(parts) == 1 or count == 1:
             index = _ramp(size, layout.axes(dim), like, axes)
         else:
             starts = [sum(parts[:i]) for i in range(len(parts))]
@@ -172,6 +182,21 @@ def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> 
     return declare(ramp + axis_index(axis, like) * size, axis, ("sharded", 0))
 
 
+def _padded_ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor:
+    """`_ramp` of this rank's room of a dim, or part, of `size` elements: `y[N_a]`, int64."""
+    big = tuple(name for name in names if axes.mesh[name] > 1)
+    ramp = torch.arange(rooms(size, [axes.mesh[name] for name in big])[-1], device=like.device)
+    return declare(ramp + _start(size, big, like, axes), axes[big], ("sharded", 0)) if big else ramp
+
+
+def _start(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor | int:
+    """Where this rank's room of a dim, or part, of `size` elements begins."""
+    start: torch.Tensor | int = 0
+    for name, room in zip(names, rooms(size, [axes.mesh[name] for name in names])[1:], strict=True):
+        start = start + axis_index(axes[name], like) * room
+    return start
+
+
 def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> torch.Tensor:
     """Index in a dim from the index in this rank's piece of it."""
     axis = axes[layout.axes(dim)]
@@ -180,8 +205,13 @@ def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> 
     out, start, local = index, 0, 0
     rank = axis_index(axis, index)
     for size in layout.parts[dim]:
-        piece = size // axis.size
-        there = index - local + start + rank * piece
+        if layout.padded:
+            names = tuple(name for name in layout.axes(dim) if layout.mesh[name] > 1)
+            piece = rooms(size, layout.counts[dim])[-1]
+            there = index - local + start + _start(size, names, index, axes)
+        else:
+            piece = size // axis.size
+            there = index - local + start + rank * piece
         out = there if local == 0 else torch.where(index >= local, there, out)
         start, local = start + size, local + piece
     return out

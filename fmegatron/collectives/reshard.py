@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +21,7 @@ from fmegatron.collectives.place import Place
 from fmegatron.collectives.reshard_plan import Move, reshard_moves
 from fmegatron.collectives.wire import Wire
 from fmegatron.layout import Layout
+from fmegatron.layout.split import rooms
 
 __all__ = ["reshard", "reshard_many", "whole_parts"]
 
@@ -30,7 +32,7 @@ def reshard(x: torch.Tensor, src: Layout, dst: Layout, axes: Axes) -> torch.Tens
     The collectives are those that `reshard_moves(src, dst)` lists, and their transposes are those of the ops: nothing
     is exchanged that need not be (pending sums are reduce-scattered where dst shards by that axis, else summed; an axis
     that moves from dim to dim is one all_to_all). Inside a graph all ranks have one shape, so both layouts must be
-    even; uneven ones are moved by `layout.plan_reshard` outside of graphs.
+    even, by division or padding (which stays zeros); uneven ones are moved by `layout.plan_reshard` outside of graphs.
     Raises ValueError when shapes or meshes differ, a layout is uneven, or dst has a pending sum that src has not.
     """
     return reshard_many([x], [src], [dst], axes)[0]
@@ -104,7 +106,7 @@ def _together(xs, wires, moves, dst, axes):
         xs = [x if wire.reduce is None else x.to(wire.reduce) for x, wire in zip(xs, wires, strict=True)]
         if op == "psum":
             return psum_many(xs, axis, exact=exact)
-        return reduce_scatter_many(xs, axis, [move.dim for move in moves], exact=exact)
+        return reduce_scatter_many(xs, axis, [_place(m, axis) if m.true else m.dim for m in moves], exact=exact)
     if op == "all_to_all":
         return [all_to_all(xs[0], axis, split_dim=moves[0].dim2, concat_dim=moves[0].dim)]
     if not any(name in dst.sharded for name in moves[0].axes):
@@ -113,8 +115,9 @@ def _together(xs, wires, moves, dst, axes):
 
 
 def _place(move, axis):
-    parts = tuple(size // axis.size for size in move.parts or ())
-    return Place((move.dim,) * len(axis.names), move.dim if parts else -1, parts)
+    true = ((move.dim, move.true),) if move.true else ()
+    parts = tuple(rooms(size, axis.sizes)[-1] for size in (move.true or move.parts if move.parts else ()))
+    return Place((move.dim,) * len(axis.names), move.dim if parts else -1, parts, true=true)
 
 
 def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tensor:
@@ -123,6 +126,8 @@ def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tens
         return x.flatten()
     if move.op == "unflatten":
         return x.view(src.replace(flat=(), unreduced=()).local_shape(0))
+    if move.true:
+        return shard(x, axes[move.axes], _place(move, axes[move.axes]))
     pieces = [x] if move.parts is None else x.split(list(move.parts), move.dim)
     pieces = [shard(piece, axes[move.axes], move.dim) for piece in pieces]
     return pieces[0] if move.parts is None else torch.cat(pieces, move.dim)
@@ -131,6 +136,15 @@ def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tens
 def _lent(x: torch.Tensor, move: Move, dst: Layout, axes: Axes) -> torch.Tensor:
     """A gather of which some axes cut again in a later move: `lend` over these, all_gather over the others."""
     again = [name in dst.sharded for name in move.axes]
+    if move.true:
+        sizes = axes[move.axes].sizes
+        for i in [None] if all(again) else reversed(range(len(sizes))):  # minor first: the same as jointly
+            one = move if i is None else replace(
+                move, axes=move.axes[i : i + 1], true=tuple(rooms(n, sizes[:i])[-1] for n in move.true)
+            )  # fmt: skip
+            place, axis = _place(one, axes[one.axes]), axes[one.axes]
+            x = lend(x, axis, place) if i is None or again[i] else all_gather_many([x], axis, [place])[0]
+        return x
     for names in [move.axes] if all(again) else reversed(move.axes):  # minor first: the same as jointly
         x = (lend if all(again) or names in dst.sharded else all_gather)(x, axes[names], move.dim)
     return whole_parts(x, move.dim, move.parts, axes[move.axes].size) if move.parts else x

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from fmegatron.layout import Layout, Split
+from fmegatron.layout.split import rooms
 
 __all__ = ["Move", "reshard_moves"]
 
@@ -13,7 +16,9 @@ __all__ = ["Move", "reshard_moves"]
 class Move:
     """One collective of a reshard: `op` over the joined `axes`, on `dim` (and `dim2` = the dim that all_to_all splits).
 
-    parts: sizes of the consecutive parts of an interleaved dim (local to the other axes), or None.
+    parts: sizes of the consecutive parts of an interleaved dim (local to the other axes), or None.  true: sizes of the
+    parts of the dim (or range) where it is in full over the axes, if its shards are padded: a gather leaves padding
+    out, a cut puts zeros in. () for no padding.
     """
 
     op: str
@@ -21,10 +26,12 @@ class Move:
     dim: int = -1
     dim2: int = -1
     parts: tuple[int, ...] | None = None
+    true: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         place = "" if self.dim < 0 else f" dim {self.dim}" + ("" if self.dim2 < 0 else f" -> dim {self.dim2}")
-        return f"{self.op}({'+'.join(self.axes)}{place}{' interleaved' if self.parts else ''})"
+        how = f"{' interleaved' if self.parts else ''}{' padded' if self.true else ''}"
+        return f"{self.op}({'+'.join(self.axes)}{place}{how})"
 
 
 def _big(layout: Layout, names) -> tuple[str, ...]:
@@ -49,7 +56,7 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
         if not layout.is_even:
             raise ValueError(
                 f"reshard: the {name}: got {layout}, which is uneven, wanted ranks of one shape inside of a graph; pad "
-                "the dim, or move it outside of the step with layout.plan_reshard"
+                "it (layout.replace(padded=True)), or move it outside of the step with layout.plan_reshard"
             )
     pending = [name for name in _big(src, src.unreduced) if name not in dst.unreduced]
     extra = [name for name in _big(dst, dst.unreduced) if name not in src.unreduced]
@@ -64,12 +71,16 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
     now = [_dim_state(src, d) for d in dims]
     want = [_dim_state(dst, d) for d in dims]
     stays_flat = bool(src_flat) and src_flat == dst_flat and now == want
+    padded = src.padded or dst.padded
+    if padded and src_flat and dst_flat and now == want and not stays_flat:
+        if (more := _ranges(src, src_flat, dst_flat, pending)) is not None:
+            return more
     if src.flat and not stays_flat:
         if src_flat:
-            moves.append(Move("all_gather", src_flat, 0))
+            moves.append(_of_ranges(Move("all_gather", src_flat, 0), src, src_flat))
         moves.append(Move("unflatten", ()))
     if not stays_flat:
-        moves += _move_dims(now, want, pending, src)
+        moves += _move_dims(now, want, pending, src, padded)
     flat_axes = [name for name in dst_flat if name in pending]
     if pending and not (flat_axes and not stays_flat and set(pending) == set(dst_flat)):
         rest = tuple(name for name in src.mesh.names if name in pending)
@@ -78,13 +89,49 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
     if dst.flat and not stays_flat:
         moves.append(Move("flatten", ()))
         if dst_flat:
-            moves.append(Move("reduce_scatter" if pending else "shard", dst_flat, 0))
+            move = Move("reduce_scatter" if pending else "shard", dst_flat, 0)
+            moves.append(_of_ranges(move, dst, dst_flat))
     return moves
 
 
-def _move_dims(now, want, pending, layout):
+def _true(sizes: Sequence[int], layout: Layout, held: Sequence[str], moved: Sequence[str]) -> tuple[int, ...]:
+    """Sizes of parts that `held` axes cut, once they are in full over the minor ones `moved`; () where these divide."""
+    counts = tuple(layout.mesh[name] for name in held)
+    first = held.index(moved[0])
+    found = [rooms(size, counts) for size in sizes]
+    exact = all(room[-1] * math.prod(counts[first:]) == room[first] for room in found)
+    return () if exact else tuple(room[first] for room in found)
+
+
+def _of_ranges(move: Move, layout: Layout, flat: tuple[str, ...]) -> Move:
+    """A move of ranges of the flattened block of a layout."""
+    block = layout.replace(flat=(), unreduced=()).local_shape(0)
+    return replace(move, true=_true([math.prod(block)], layout, flat, move.axes)) if layout.padded else move
+
+
+def _ranges(src: Layout, now: tuple[str, ...], want: tuple[str, ...], pending: list[str]) -> list[Move] | None:
+    """Moves from ranges to ranges of ranges, or back, without the block in full; None where they are others."""
+    longer = src.replace(flat=max(now, want, key=len), unreduced=(), padded=True)
+    if want[: len(now)] == now:
+        more = want[len(now) :]
+        reduced = bool(pending) and set(pending) == set(more)
+        rest = () if reduced else tuple(name for name in src.mesh.names if name in pending)
+        moves = [Move("psum", rest)] if rest else []
+        return [*moves, _of_ranges(Move("reduce_scatter" if reduced else "shard", more, 0), longer, want)]
+    if now[: len(want)] == want:
+        moves = [Move("psum", tuple(name for name in src.mesh.names if name in pending))] if pending else []
+        return [*moves, _of_ranges(Move("all_gather", now[len(want) :], 0), longer, now)]
+    return None
+
+
+def _move_dims(now, want, pending, layout, padded):
     """Moves between the split of each dim as it is and as it is wanted; takes what it reduces out of `pending`."""
     moves = []
+
+    def add(move, names):  # names: the axes on its dim while it is cut
+        sizes = move.parts or (layout.shape[move.dim],)
+        moves.append(replace(move, true=_true(sizes, layout, names, move.axes)) if padded else move)
+
     keep = [_common(a, b) for a, b in zip(now, want, strict=True)]
     held = [list(axes) for axes, _ in now]
     todo = [list(axes[k:]) for (axes, _), k in zip(want, keep, strict=True)]
@@ -108,8 +155,8 @@ def _move_dims(now, want, pending, layout):
             taken.append(todo[d].pop(0))
             pending.remove(taken[-1])
         if taken:
-            moves.append(Move("reduce_scatter", tuple(taken), d))
             held[d] += taken
+            add(Move("reduce_scatter", tuple(taken), d), held[d])
             keep[d] += len(taken)
     # Other pending sums over axes that a dim will be split by must be done first.
     soon = tuple(a for a in layout.mesh.names if a in pending and any(a in t for t in todo))
@@ -119,11 +166,15 @@ def _move_dims(now, want, pending, layout):
             pending.remove(axis)
     # 2. until all dims are as wanted: exchange, cut what is replicated, gather as the last resort
     while any(todo) or any(surplus(d) for d in range(len(now))):
-        moves.append(
-            _exchange(held, todo, keep, surplus, settled, now, want)
-            or _cut(held, todo, keep, settled, in_use, want)
-            or _gather(held, keep, surplus, now)
-        )
+        before = [list(axes) for axes in held]
+        # Between padded dims there is no exchange: a rank's padding would lie inside of what others get.
+        if not padded and (move := _exchange(held, todo, keep, surplus, settled, now, want)):
+            moves.append(move)
+        elif move := _cut(held, todo, keep, settled, in_use, want):
+            add(move, held[move.dim])
+        else:
+            move = _gather(held, keep, surplus, now)
+            add(move, before[move.dim])
     return moves
 
 

@@ -17,7 +17,7 @@ from fmegatron.collectives.place import Place
 from fmegatron.collectives.wire import wide
 
 __all__ = ["ALL_GATHER", "ALL_TO_ALL", "ALL_TO_ALL_ROWS", "AXIS_INDEX", "COLLECTIVES", "DECLARE", "PMAX", "PPERMUTE"]
-__all__ += ["PSUM", "REDUCE_SCATTER"]
+__all__ += ["CUT", "PSUM", "REDUCE_SCATTER"]
 
 
 def _dtype_of_sum(x, exact):
@@ -77,6 +77,27 @@ REDUCE_SCATTER = Collective(
     transpose=lambda gs, axis, places, exact: ALL_GATHER.emit(gs, axis, places),
     sent=lambda nbytes, n: (n - 1) * nbytes / n,
     functional="reduce_scatter_tensor",
+)
+
+
+def _own_pieces(xs, sizes, place, indices):
+    return [place.pieces(x, sizes)[int(index)].clone() for x, index in zip(xs, indices, strict=True)]
+
+
+# x[S] -> x[S_a] by a place that pads: this rank's part of a replicated value, zeros behind it. index: `axis_index`, so
+# that the graph does not depend on the rank
+CUT = Collective(
+    "cut",
+    "Place[] places, Tensor index",
+    type=lambda place, index: (REPLICATED, Sharded(place)),
+    result=lambda x, sizes, place, index: x.new_empty(place.shard_shape(x.shape, sizes)),
+    real=lambda xs, group, places, index: [
+        place.pieces(x, group.sizes).index_select(0, index.view(1)).squeeze(0)
+        for x, place in zip(xs, places, strict=True)
+    ],
+    simulated=_own_pieces,
+    transpose=lambda gs, axis, places, index: ALL_GATHER.emit(gs, axis, places),
+    sent=None,
 )
 
 
@@ -174,4 +195,4 @@ DECLARE = Collective(
     sent=None,
 )
 
-COLLECTIVES = (PSUM, PMAX, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_TO_ALL_ROWS, PPERMUTE, AXIS_INDEX, DECLARE)
+COLLECTIVES = (PSUM, PMAX, ALL_GATHER, REDUCE_SCATTER, CUT, ALL_TO_ALL, ALL_TO_ALL_ROWS, PPERMUTE, AXIS_INDEX, DECLARE)

@@ -118,7 +118,7 @@ class RankBatches(Source):
         if isinstance(self.batches, TokenBatches):
             self._check_tokens(self.batches)
         for layout in self._stated.values():
-            if not layout.is_even or layout.flat or layout.unreduced:
+            if not layout.divides or layout.flat or layout.unreduced:
                 raise ValueError(f"RankBatches: got the layout {layout}, wanted equal parts for all ranks")
             layout.mesh.check_rank(self.rank)
 
@@ -129,7 +129,7 @@ class RankBatches(Source):
                 f"for_rank: got {tree.in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; "
                 "give batches.layout(mesh, strategy, microbatches), or one of those of a step's Description"
             )
-        if self.layout.shape != wanted or not self.layout.is_even or self.layout.flat or self.layout.unreduced:
+        if self.layout.shape != wanted or not self.layout.divides or self.layout.flat or self.layout.unreduced:
             raise ValueError(
                 f"for_rank: got the layout {self.layout}, wanted one of shape {wanted} with equal parts for all ranks; "
                 "give batches.layout(mesh, strategy, microbatches)"

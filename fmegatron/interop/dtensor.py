@@ -101,14 +101,36 @@ def to_dtensor(x: torch.Tensor, layout: Layout, mesh: DeviceMesh | World) -> DTe
     """The DTensor of a local tensor under a layout; it shares the memory of `x`.
 
     mesh: a DeviceMesh (or the World of one) that has the axes which split the layout, in the same places.
-    Raises ValueError for what DTensor cannot express: flattened ranges, interleaved parts, pending sums.
+    Of a padded layout the DTensor has the true elements, in uneven shards.
+    Raises ValueError for what DTensor cannot express: flattened ranges, interleaved parts, pending sums, padding in
+    front of true elements of a shard or another cut of them (two axes on a dim of which the outer does not divide).
     """
     mesh = mesh.device_mesh() if isinstance(mesh, World) else mesh
-    placements = placements_of(layout, mesh)
-    if tuple(x.shape) != (wanted := layout.local_shape(dist.get_rank() if dist.is_initialized() else 0)):
+    placements, rank = placements_of(layout, mesh), dist.get_rank() if dist.is_initialized() else 0
+    if tuple(x.shape) != (wanted := layout.local_shape(rank)):
         raise ValueError(f"to_dtensor: got a local tensor of shape {tuple(x.shape)}, wanted {wanted} of {layout}")
+    if layout.padded:
+        x = _without_padding(x, layout, rank)
     stride = torch.empty(layout.shape, device="meta").stride()  # torch's own rule for dims of size 0
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=stride)
+
+
+def _without_padding(x: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The true elements of a padded local tensor, as a view of it."""
+    uneven = layout.replace(padded=False)
+    for dim in range(len(layout.shape)):
+        for index in range(layout.shard_counts[dim]):
+            shard = tuple(index if d == dim else 0 for d in range(len(layout.shard_counts)))
+            mine, torchs = (one.segments(one.rank_of(shard), dim) for one in (layout, uneven))
+            if mine != torchs:
+                raise ValueError(
+                    f"to_dtensor: got {layout}, whose dim {dim} is cut into rooms as {[s[::2] for s in mine]} at index "
+                    f"{index}, wanted {[s[::2] for s in torchs]} (start, length), torch's chunks axis after axis; use "
+                    "a mesh of which at most the last axis of the dim does not divide it"
+                )
+    for dim, n in enumerate(uneven.local_shape(rank)):
+        x = x.narrow(dim, 0, n)
+    return x
 
 
 def placements_of(layout: Layout, mesh: DeviceMesh) -> list[Placement]:

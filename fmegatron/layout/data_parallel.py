@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from fmegatron.layout.split import Split
 
 DATA_AXES = ("dp", "fsdp")  # as they are called unless other names are given
 SEQUENCE_AXES = ("cp", "cpi")  # cpi: the inner one of two levels, beside each other in a sequence
+_MOST_PADDING = 1 / 64  # of a leaf, for which it is split on a dim, as a matrix, and not into ranges
+_LARGE_BYTES = 1 << 20  # of a rank's part: a leaf that a strategy was to shard may stay full below
 
 
 class Placed(NamedTuple):
@@ -34,6 +37,8 @@ class DataParallel:
     grads: gradients between microbatches; they are reduced over these axes after each one.
     optim: moments, master weights and the update; gradients meet this layout once a step, and the updated parameters
     are gathered back from it. Each kind is sharded at least as far as the one before it.
+    What ranks do not divide is padded at rest (`Layout.padded`): on the dim with the least padding if that is at most
+    1/64 of the leaf, else as a range of the flattened leaf. So all ranks hold their share on any number of ranks.
 
         ZeRO-0 (replicated)   axes               ()     ()     ()
         ZeRO-1                axes               ()     ()     axes
@@ -187,8 +192,9 @@ class DataParallel:
     def params_layout(self, layout: Layout, whole: tuple[int, ...] = ()) -> Layout:
         """At rest: split over `params` on the dims where the rules name data axes, else on another dim that divides.
 
-        A leaf that no dim can share out equally is flattened into ranges; where that does not divide either, or a dim
-        must stay full, it stays full over the axis.
+        A leaf that no dim can share out equally is flattened into ranges, or padded (see the class). Where a dim must
+        stay full there are no ranges, and the dim with the least padding is split. Raises ValueError where a large leaf
+        would stay full for another reason.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.tokens)]
         base = layout.without(layout.mesh.axes(self.tokens))
@@ -196,7 +202,10 @@ class DataParallel:
         in_order = sorted(free, key=lambda d: -layout.shape[d])
         # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
         axes = [name for name in layout.mesh.names if name in self.params]
-        return _split_over(base, axes, [*named, *in_order], flatten=not whole)
+        found = _split_over(base, axes, [*named, *in_order], flatten=not whole)
+        if len(whole) < len(layout.shape):
+            _require_split(found, axes, whole)
+        return found
 
     def grads_layout(self, params: Layout) -> Layout:
         """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
@@ -222,11 +231,12 @@ def _contiguous_first(layout: Layout) -> list[int]:
 
 def _plain(layout: Layout, dim: int) -> bool:
     """Whether a dim is not interleaved; a cut of an interleaved dim moves every part of it."""
-    return not isinstance(layout.spec[dim], Split)
+    return not isinstance(layout.spec[dim], Split) or not layout.counts[dim]
 
 
 def _split_over(layout: Layout, axes: list[str], dims: list[int], flatten: bool) -> Layout:
-    """The layout with every axis put, as the minor one, on the first of `dims` that all ranks can share equally."""
+    """The layout with every axis put, as the minor one, on the first of `dims` that all ranks can share equally, or
+    where least padding is."""
     for axis in axes:
         if layout.mesh[axis] == 1:
             continue
@@ -235,16 +245,41 @@ def _split_over(layout: Layout, axes: list[str], dims: list[int], flatten: bool)
 
 
 def _split_once(layout: Layout, axis: str, dims: list[int], flatten: bool) -> Layout | None:
-    if not layout.flat:
-        for dim in dims:
-            spec = list(layout.spec)
-            entry, names = spec[dim], (*entry_axes(spec[dim]), axis)
-            spec[dim] = Split(names, entry.parts) if isinstance(entry, Split) else names
-            found = layout.replace(spec=tuple(spec))
-            if layout.shape[dim] and found.is_even:
-                return found
-    if flatten and layout.shape:
-        found = layout.replace(flat=(*layout.flat, axis))
-        if 0 not in layout.shape and found.is_even:
+    """The layout with the axis where it divides: on a dim, else in ranges; else where it pads least. None: nowhere."""
+    ranks, held = layout.mesh[axis], math.prod(layout.local_shape(0))
+    if not layout.is_even or 0 in layout.shape or not layout.shape:
+        return None  # the uneven layout of a rule stays what it is
+    on_dims = [_on_dim(layout, axis, dim) for dim in dims if not layout.flat]
+    in_ranges = [layout.replace(flat=(*layout.flat, axis), padded=True)] if flatten else []
+    for found in (*on_dims, *in_ranges):
+        if _room(found) * ranks == held:
             return found
-    return None
+    # The dim before ranges: a matrix stays one for optimizers that look at matrices.
+    best = min(on_dims, key=_room, default=None)
+    if best is None or _room(best) * ranks > held * (1 + _MOST_PADDING):
+        best = min((found for found in (best, *in_ranges) if found is not None), key=_room, default=None)
+    return best if best is not None and _room(best) < held else None
+
+
+def _on_dim(layout: Layout, axis: str, dim: int) -> Layout:
+    spec = list(layout.spec)
+    entry, names = spec[dim], (*entry_axes(spec[dim]), axis)
+    spec[dim] = Split(names, entry.parts) if isinstance(entry, Split) and layout.counts[dim] else names
+    return layout.replace(spec=tuple(spec), padded=True)
+
+
+def _room(layout: Layout) -> int:
+    """Elements that every rank has room for."""
+    return math.prod(layout.local_shape(0))
+
+
+def _require_split(layout: Layout, axes: list[str], whole: tuple[int, ...]) -> None:
+    """ValueError where a large leaf stays full over an axis that was to shard it."""
+    nbytes = layout.local_nbytes(0)
+    left = [axis for axis in axes if layout.mesh[axis] > 1 and axis not in layout.sharded]
+    if left and layout.is_even and nbytes > _LARGE_BYTES:
+        raise ValueError(
+            f"DataParallel: got {layout}, of which every rank along {'+'.join(left)} would hold all {nbytes} bytes, "
+            f"wanted a dim that it can split: not one of {whole or '()'}, which stay whole, and not one of interleaved "
+            "parts; give the leaf another dim, do not split it over tp, or leave the axis out of the strategy"
+        )

@@ -16,7 +16,16 @@ from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, on_mesh, one_line
 from fmegatron.layout.picture import picture_svg, picture_text
-from fmegatron.layout.split import Segment, Split, nested_chunk, overlapping_chunks, overlapping_indices, segments
+from fmegatron.layout.split import (
+    Segment,
+    Split,
+    nested_chunk,
+    overlapping_chunks,
+    overlapping_indices,
+    padded_chunk,
+    rooms,
+    segments,
+)
 
 Shard = tuple[int, ...]
 
@@ -56,7 +65,9 @@ class Layout:
     shape, dtype: of the global array.  spec: per dim None, an axis, a tuple of axes (major first) or a `Split`; missing
     trailing dims are None. Uneven dims are cut by torch's chunk rule, axis after axis.  unreduced: axes over which the
     value is still a pending sum.  flat: axes over which the block that is left after the dims are split is flattened
-    (row-major) and cut into ranges; the local tensor is then 1-D.
+    (row-major) and cut into ranges; the local tensor is then 1-D.  padded: where ranks do not divide, every local
+    tensor has the room of the largest, so that all ranks have one shape. Behind the true elements of each chunk (of
+    each interleaved part, of a range) then is padding: zeros, which are in no box and no file. False where all divides.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim.
 
@@ -73,6 +84,7 @@ class Layout:
     spec: tuple[Entry, ...] = ()
     unreduced: tuple[str, ...] = field(default=(), kw_only=True)
     flat: tuple[str, ...] = field(default=(), kw_only=True)
+    padded: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
         put = object.__setattr__
@@ -114,6 +126,7 @@ class Layout:
             self.parts  # noqa: B018  computed here so that parts that do not fit are an error now
         except ValueError as error:
             raise ValueError(f"layout {self.shape}: {error}") from None
+        put(self, "padded", bool(self.padded) and not self.divides)
 
     def _uses(self):
         for dim in range(len(self.shape)):
@@ -122,11 +135,11 @@ class Layout:
         yield "unreduced", self.unreduced
 
     def __reduce__(self):  # cached values and the hash must not travel
-        return _rebuild, (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat)
+        return _rebuild, (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat))
+        return hash((self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded))
 
     def __hash__(self) -> int:
         return self._hash
@@ -197,19 +210,23 @@ class Layout:
 
     def segments(self, rank: int, dim: int) -> tuple[Segment, ...]:
         """The pieces of a dim that a rank holds, before any flattening: (global start, local start, length)."""
-        return segments(self.parts[dim], self.counts[dim], self.mesh.index(rank, self.axes(dim)))
+        return segments(self.parts[dim], self.counts[dim], self.mesh.index(rank, self.axes(dim)), self.padded)
 
     def block_shape(self, shard: Shard) -> tuple[int, ...]:
         """Shape of a shard's block after the dims are split and before it is flattened."""
-        return _block(self.parts, self.counts, shard)[1]
+        return _block(self.parts, self.counts, shard, self.padded)[1]
 
     # ---- what a rank holds
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rank's local tensor."""
+        """Shape of the rank's local tensor, padding included."""
         shard = self.shard(rank)
         block = self.block_shape(shard)
-        return (nested_chunk(math.prod(block), self.flat_counts, shard[-1])[1],) if self.flat else block
+        if not self.flat:
+            return block
+        if self.padded:
+            return (rooms(math.prod(block), self.flat_counts)[-1],)
+        return (nested_chunk(math.prod(block), self.flat_counts, shard[-1])[1],)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """Which global boxes the rank holds and where they are in its contiguous local tensor. No box is empty."""
@@ -217,7 +234,7 @@ class Layout:
 
     def shard_boxes(self, shard: Shard) -> tuple[Box, ...]:
         """The boxes of the ranks that hold a shard."""
-        return _boxes(self.parts, self.counts, self.flat_counts, shard)
+        return _boxes(self.parts, self.counts, self.flat_counts, shard, self.padded)
 
     def overlapping(self, start: Sequence[int], stop: Sequence[int]) -> Iterator[tuple[Shard, list[Box]]]:
         """The shards that hold something of the global indices [start, stop), and what: boxes in their local storage.
@@ -237,7 +254,7 @@ class Layout:
         """The shards that hold something of [start, stop); with flat axes a few may turn out to hold nothing of it."""
         per_dim = []
         for parts, counts, lo, hi in zip(self.parts, self.counts, start, stop, strict=True):
-            per_dim.append(overlapping_indices(parts, counts, lo, hi))
+            per_dim.append(overlapping_indices(parts, counts, lo, hi, self.padded))
         for indices in itertools.product(*per_dim):
             for flat_index in self._flat_indices(indices, start, stop):
                 yield (*indices, flat_index)
@@ -246,7 +263,7 @@ class Layout:
         """Flat ranges of a block that may hold something of [start, stop)."""
         if not self.flat_counts:
             return [0]
-        per_dim, block = _block(self.parts, self.counts, indices)
+        per_dim, block = _block(self.parts, self.counts, indices, self.padded)
         strides, first, last = row_major_strides(block), 0, 0
         for found, stride, lo, hi in zip(per_dim, strides, start, stop, strict=True):
             inside = [s for s in found if s.start < hi and s.start + s.length > lo]
@@ -255,11 +272,16 @@ class Layout:
             a, z = inside[0], inside[-1]
             first += (a.local + max(0, lo - a.start)) * stride
             last += (z.local + min(z.length, hi - z.start) - 1) * stride
-        return [i for i, _, _ in overlapping_chunks(math.prod(block), self.flat_counts, first, last + 1)]
+        return [i for i, _, _ in overlapping_chunks(math.prod(block), self.flat_counts, first, last + 1, self.padded)]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have the same local shape, by division or by padding."""
+        return self.padded or self.divides
 
     @cached_property
-    def is_even(self) -> bool:
-        """Whether all ranks have the same local shape."""
+    def divides(self) -> bool:
+        """Whether all ranks hold equally many elements, without padding."""
         dims_even = all(
             part % math.prod(counts) == 0
             for parts, counts in zip(self.parts, self.counts, strict=True)
@@ -271,12 +293,24 @@ class Layout:
         return size == 0 or (dims_even and size // blocks % math.prod(self.flat_counts) == 0)
 
     @cached_property
+    def padding_axes(self) -> tuple[str, ...]:
+        """Axes along which some ranks have padding where others have elements, in the order of the mesh."""
+        block = self.block_shape((0,) * len(self.shard_counts)) if self.padded else ()
+        cuts = [(self.axes(d), self.counts[d], self.parts[d]) for d in range(len(self.shape))] if self.padded else []
+        cuts += [(self.flat, self.flat_counts, (math.prod(block),))] if self.padded else []
+        found = set()
+        for axes, counts, parts in cuts:
+            big = [name for name in axes if self.mesh[name] > 1]
+            found.update(name for i, name in enumerate(big) if any(rooms(n, counts)[i] % counts[i] for n in parts))
+        return tuple(name for name in self.mesh.names if name in found)
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of the global array, once."""
+        """Bytes of the global array, once; without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def local_nbytes(self, rank: int) -> int:
-        """Bytes of the rank's local tensor."""
+        """Bytes of the rank's local tensor, padding included."""
         return math.prod(self.local_shape(rank)) * self.dtype.itemsize
 
     # ---- replicas
@@ -342,39 +376,44 @@ class Layout:
             "spec": [entry_to_json(e) for e in self.spec],
             "unreduced": list(self.unreduced),
             "flat": list(self.flat),
+            **({"padded": True} if self.padded else {}),
         }
 
     @staticmethod
     def from_json(value: dict) -> Layout:
         """The layout that `to_json` wrote."""
         spec = tuple(entry_from_json(e) for e in value["spec"])
+        shape, dtype, mesh = tuple(value["shape"]), dtype_from_name(value["dtype"]), Mesh.from_json(value["mesh"])
         axes = {"unreduced": tuple(value["unreduced"]), "flat": tuple(value["flat"])}
-        return Layout(
-            tuple(value["shape"]), dtype_from_name(value["dtype"]), Mesh.from_json(value["mesh"]), spec, **axes
-        )
+        return Layout(shape, dtype, mesh, spec, **axes, padded=value.get("padded", False))
 
 
-def _rebuild(shape, dtype, mesh, spec, unreduced, flat) -> Layout:
-    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat)
+def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False) -> Layout:
+    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded)
 
 
 Sizes = tuple[tuple[int, ...], ...]
 
 
-def _block(parts: Sizes, counts: Sizes, shard: Shard) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
+def _block(
+    parts: Sizes, counts: Sizes, shard: Shard, padded: bool
+) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
     """The segments of every dim at a shard, and the shape of the block that they make."""
-    per_dim = [segments(p, c, i) for p, c, i in zip(parts, counts, shard, strict=False)]  # shard may have a flat index
+    # The shard may have a flat index behind.
+    per_dim = [segments(p, c, i, padded) for p, c, i in zip(parts, counts, shard, strict=False)]
+    if padded:
+        return per_dim, tuple(sum(rooms(n, c)[-1] for n in p) for p, c in zip(parts, counts, strict=True))
     return per_dim, tuple(found[-1].local + found[-1].length if found else 0 for found in per_dim)
 
 
 @lru_cache(maxsize=65536)
-def _boxes(parts: Sizes, counts: Sizes, flat_counts: tuple[int, ...], shard: Shard) -> tuple[Box, ...]:
+def _boxes(parts: Sizes, counts: Sizes, flat_counts: tuple[int, ...], shard: Shard, padded: bool) -> tuple[Box, ...]:
     """The boxes of a shard of any layout that is cut like this."""
-    per_dim, block = _block(parts, counts, shard)
+    per_dim, block = _block(parts, counts, shard, padded)
     strides = row_major_strides(block)
     if not flat_counts:
         return tuple(segment_boxes(per_dim, strides, 0, (0,) * len(block), block))
-    start, length = nested_chunk(math.prod(block), flat_counts, shard[-1])
+    start, length = (padded_chunk if padded else nested_chunk)(math.prod(block), flat_counts, shard[-1])
     return tuple(
         box
         for at, shape in range_boxes(block, start, start + length)

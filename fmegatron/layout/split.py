@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -85,9 +87,43 @@ def nested_chunk(size: int, counts: tuple[int, ...], index: int) -> tuple[int, i
     return start, size
 
 
-def overlapping_chunks(size: int, counts: tuple[int, ...], start: int, stop: int) -> list[tuple[int, int, int]]:
+def rooms(size: int, counts: Sequence[int]) -> tuple[int, ...]:
+    """The room of a padded dim and of its chunks, axis after axis: each the one before divided by a count, rounded up.
+
+    >>> rooms(10, (2, 3))
+    (10, 5, 2)
+    """
+    found = [size]
+    for count in counts:
+        found.append(-(-found[-1] // count))
+    return tuple(found)
+
+
+def padded_chunk(size: int, counts: tuple[int, ...], index: int) -> tuple[int, int]:
+    """(start, true length) of a chunk that has the same room, rooms(size, counts)[-1], on all ranks.
+
+    An inner axis cuts the room of the outer chunk, also of the last one, whose true length may be shorter: that is the
+    only difference to `nested_chunk`, and there is none where all outer axes divide.
+
+    >>> [padded_chunk(7, (2, 2), i) for i in range(4)]
+    [(0, 2), (2, 2), (4, 2), (6, 1)]
+    """
+    start, stop = 0, size
+    below = math.prod(counts)
+    for count, room in zip(counts, rooms(size, counts)[1:], strict=True):
+        below //= count
+        start += index // below * room
+        stop, index = min(stop, start + room), index % below
+    start = min(start, stop, size)
+    return start, stop - start
+
+
+def overlapping_chunks(
+    size: int, counts: tuple[int, ...], start: int, stop: int, padded: bool = False
+) -> list[tuple[int, int, int]]:
     """All (joint index, chunk start, chunk length) of `nested_chunk` that share an index with [start, stop).
 
+    padded: of `padded_chunk`; the lengths are then those of rooms, but for the last of a single axis.
     Costs what it returns: no chunk outside the range is looked at.
     """
     if start >= stop:
@@ -104,36 +140,44 @@ def overlapping_chunks(size: int, counts: tuple[int, ...], start: int, stop: int
     for i in range(start // step, (stop - 1) // step + 1):
         offset = i * step
         length = min(step, size - offset)
-        for j, at, n in overlapping_chunks(length, inner, max(0, start - offset), min(length, stop - offset)):
+        room, last = step if padded else length, min(length, stop - offset)
+        for j, at, n in overlapping_chunks(room, inner, max(0, start - offset), last, padded):
             found.append((i * below + j, offset + at, n))
     return found
 
 
-def overlapping_indices(parts: tuple[int, ...], counts: tuple[int, ...], start: int, stop: int) -> list[int]:
+def overlapping_indices(
+    parts: tuple[int, ...], counts: tuple[int, ...], start: int, stop: int, padded: bool = False
+) -> list[int]:
     """The joint indices over axes of sizes `counts` that hold something of [start, stop) of a dim made of `parts`."""
     if not counts:
         return [0] if start < stop else []
     found, base = set(), 0
     for part in parts:
         lo, hi = max(start - base, 0), min(stop - base, part)
-        found.update(i for i, _, _ in overlapping_chunks(part, counts, lo, hi))
+        found.update(i for i, _, _ in overlapping_chunks(part, counts, lo, hi, padded))
         base += part
     return sorted(found)
 
 
 @lru_cache(maxsize=65536)
-def segments(parts: tuple[int, ...], counts: tuple[int, ...], index: int) -> tuple[Segment, ...]:
-    """The pieces of a dim (made of `parts`) that position `index` over axes of sizes `counts` holds; none is empty."""
+def segments(parts: tuple[int, ...], counts: tuple[int, ...], index: int, padded: bool = False) -> tuple[Segment, ...]:
+    """The pieces of a dim (made of `parts`) that position `index` over axes of sizes `counts` holds; none is empty.
+
+    padded: every part has its room, of which the end may be padding.
+    """
     found: list[Segment] = []
     base = local = 0
     for part in parts:
-        start, length = nested_chunk(part, counts, index) if counts else (0, part)
+        start, length = 0, part
+        if counts:
+            start, length = (padded_chunk if padded else nested_chunk)(part, counts, index)
         if length:
-            if found and found[-1].start + found[-1].length == base + start:
-                last = found.pop()  # neighbours in both numberings: one segment
-                found.append(Segment(last.start, last.local, last.length + length))
+            last = found[-1] if found else None
+            if last and last.start + last.length == base + start and last.local + last.length == local:
+                found[-1] = Segment(last.start, last.local, last.length + length)  # neighbours in both numberings
             else:
                 found.append(Segment(base + start, local, length))
         base += part
-        local += length
+        local += rooms(part, counts)[-1] if padded else length
     return tuple(found)

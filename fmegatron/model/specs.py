@@ -93,12 +93,16 @@ def at_rest(
         layout = _beside(strategy, kept).params_layout(layout, whole=whole)
     elif not layout.is_even:
         layout = _moved_data_axes(layout, whole)
+    # What the strategy's axes do not divide is padded at rest; heads, vocabulary and experts must divide.
+    pads = set(strategy.tokens).difference(kept) if strategy is not None and layout.padded else ()
     for dim, (size, entry) in enumerate(zip(layout.shape, layout.spec, strict=True)):
-        pieces, ways = entry.sizes(size) if isinstance(entry, Split) else (size,), layout.mesh.extent(layout.axes(dim))
+        pieces = entry.sizes(size) if isinstance(entry, Split) else (size,)
+        names = tuple(name for name in layout.axes(dim) if name not in pads)
+        ways = layout.mesh.extent(names)
         if any(piece % ways for piece in pieces):
             raise ValueError(
                 f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
-                f"({'·'.join(layout.axes(dim))} of the mesh {layout.mesh}); change size or mesh, or the rule"
+                f"({'·'.join(names)} of the mesh {layout.mesh}); change size or mesh, or the rule"
             )
     return layout
 

@@ -9,6 +9,7 @@ stack, whichever leaves they are of. So each rank gets the same number of each s
 the work is balanced as well as one graph for all ranks allows.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -131,7 +132,9 @@ def _stacks_of(x, layout, axes, share, sizes):
     whole, size = layout.replace(flat=()), tuple(layout.shape[-2:])
     rows, columns = (_cut(layout, dim) for dim in (-2, -1))
     gathered = ()
-    if sizes is not None and _columns(columns, sizes, layout.mesh.extent(columns.axes)) is None:
+    if sizes is not None and (
+        (layout.padded and columns.axes) or _columns(columns, sizes, layout.mesh.extent(columns.axes)) is None
+    ):
         gathered, columns = columns.axes, _Cut()
         whole = whole.replace(spec=(*whole.spec[:-1], None))
     local = whole.local_shape(0)
@@ -290,7 +293,7 @@ def dealt_layout(layout: Layout) -> Layout:
             if isinstance(found.spec[dim], Split):
                 continue
             spec = [(*found.axes(d), axis) if d == dim else found.spec[d] for d in range(last)]
-            if layout.shape[dim] and (more := found.replace(spec=tuple(spec))).is_even:
+            if layout.shape[dim] and (more := found.replace(spec=tuple(spec))).divides:
                 found = more
                 break
     return found
@@ -329,6 +332,14 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
         if layout.unreduced or not layout.is_even:
             what = "a pending sum" if layout.unreduced else "uneven"
             raise ValueError(f"{who}: {path}: got {layout}, which is {what}, wanted it reduced and even")
+        if layout.padded and any(
+            part % math.prod(ways) for parts, ways in zip(layout.parts[-2:], layout.counts[-2:], strict=True)
+            for part in parts if len(parts) > 1
+        ):  # fmt: skip
+            raise ValueError(
+                f"{who}: {path}: got {layout}, of which an interleaved dim is padded, wanted parts that all ranks "
+                "divide; use a mesh that divides them, or an optimizer that looks at elements"
+            )
         if layout.sharded and axes is None:
             raise ValueError(
                 f"{who}: {path}: got {layout}, which is split, and no axes, wanted them; give axes=Axes(mesh)"

@@ -104,7 +104,7 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
         raise ValueError(
             f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; name the axis on another dim"
         )
-    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:])
+    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:], padded=layout.padded)
 
 
 def unstack(stacked: tree.Tree) -> list:

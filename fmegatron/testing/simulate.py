@@ -113,7 +113,8 @@ def _split_leaf(path, x, layout):
 
 
 def _local(x, layout, rank, boxes):
-    local = torch.empty(layout.local_shape(rank), dtype=x.dtype, device=x.device)
+    make = torch.zeros if layout.padded else torch.empty
+    local = make(layout.local_shape(rank), dtype=x.dtype, device=x.device)
     for box in boxes:
         box.view(local).copy_(x[box.slices])
     return local
@@ -145,7 +146,10 @@ def _join_leaf(path, locals_, layout, tolerance):
         boxes = layout.boxes(rank)
         part = layout.mesh.index(rank, layout.unreduced) if layout.unreduced else 0
         other, theirs = held.setdefault((boxes, part), (rank, local))
-        if theirs is not local and (worst := _disagreement(theirs, local)) > tolerance:
+        both = (theirs, local)
+        if layout.padded:  # padding is no element, and may differ
+            both = (_true(theirs, boxes), _true(local, boxes))
+        if theirs is not local and (worst := _disagreement(*both)) > tolerance:
             raise ValueError(
                 f"{path}: got values of {layout} on ranks {other} and {rank} that differ by {worst:.1e} relative, "
                 f"wanted the same; a sum over {_between(layout.mesh, other, rank)} is missing, or one rank did other "
@@ -159,6 +163,12 @@ def _join_leaf(path, locals_, layout, tolerance):
             else:
                 out[box.slices] = box.view(local)
     return out
+
+
+def _true(x, boxes):
+    """The elements of a local tensor that are no padding, in a row."""
+    x = x.contiguous()
+    return torch.cat([x.new_zeros(0), *(box.view(x).reshape(-1) for box in boxes)])
 
 
 def _disagreement(a, b):

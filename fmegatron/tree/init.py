@@ -62,10 +62,15 @@ def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scrat
     """Write the initial values of a rank's part of one array into `local`, a contiguous tensor of its local size,
     on the CPU where they are random.
 
-    key: of this leaf, its path folded in. Raises ValueError for an init that the dtype cannot hold.
+    key: of this leaf, its path folded in. Padding (`Layout.padded`) is zeros, whatever the initial values are. Raises
+    ValueError for an init that the dtype cannot hold.
     """
+    if spec.layout.padded:
+        local.zero_()
     if isinstance(spec.init, Constant):
-        local.fill_(spec.init.value)
+        places = [box.view(local) for box in spec.layout.boxes(rank)] if spec.layout.padded else [local]
+        for place in places:
+            place.fill_(spec.init.value)
         return
     if not isinstance(spec.init, Normal | Uniform):
         raise ValueError(f"got init {spec.init!r}, wanted Normal(std), Uniform(lo, hi) or Constant(value)")
@@ -139,8 +144,9 @@ def _drawn(path: str, spec: ArraySpec, key: int, rank: int, space: Scratch, devi
 def _copied(path: str, spec: ArraySpec, original: ArraySpec, source: torch.Tensor, rank: int) -> torch.Tensor:
     """The copy of a given tensor, cut to the boxes of the copy, which are inside of those of the original."""
     source = source.detach()
-    local = torch.empty(spec.layout.local_shape(rank), dtype=source.dtype, device=source.device)
-    missing = local.numel()
+    make = torch.zeros if spec.layout.padded else torch.empty
+    local = make(spec.layout.local_shape(rank), dtype=source.dtype, device=source.device)
+    missing = sum(box.size for box in spec.layout.boxes(rank))
     for box in spec.layout.boxes(rank):
         for held in original.layout.boxes(rank):
             inside = held.intersect(box.start, box.stop)

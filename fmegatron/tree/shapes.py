@@ -106,7 +106,8 @@ def local(values: Tree, layouts: Tree, rank: int) -> Tree:
             )
         if not layout.sharded and not layout.flat:
             return labelled(x.detach(), layout)
-        part = torch.empty(layout.local_shape(rank), dtype=x.dtype, device=x.device)
+        make = torch.zeros if layout.padded else torch.empty
+        part = make(layout.local_shape(rank), dtype=x.dtype, device=x.device)
         for box in layout.boxes(rank):
             box.view(part).copy_(x[box.slices])
         return labelled(part, layout)

@@ -43,6 +43,11 @@ def shifted(xs, shift):
     return [xs[(i - shift) % len(xs)] for i in range(len(xs))]
 
 
+def filled(x, n, size=None):
+    """x with zeros behind dim 1, up to a multiple of n, or to a size."""
+    return torch.nn.functional.pad(x, (0, 0, 0, (size or -(-x.shape[1] // n) * n) - x.shape[1]))
+
+
 # name -> (the call, definition of the value, definition of the transpose); both on the list of a group
 CASES = {
     "all_gather": (
@@ -84,6 +89,11 @@ CASES = {
         lambda x, a: c.shard(x, a, 1),
         lambda xs: [parts(x, len(xs), 1)[i] for i, x in enumerate(xs)],
         lambda gs: concat(gs, 1),
+    ),
+    "shard_padded": (  # 11 of the 12 columns: the last rank has zeros behind
+        lambda x, a: c.shard(x[:, :11], a, c.Place((1,) * len(a.names), true=((1, (11,)),)) if a.size > 1 else 1),
+        lambda xs: [parts(filled(x[:, :11], len(xs)), len(xs), 1)[i] for i, x in enumerate(xs)],
+        lambda gs: [filled(x[:, :11], 1, 12) for x in concat(gs, 1)],
     ),
     "axis_index": (
         lambda x, a: x * c.axis_index(a, like=x),

@@ -51,6 +51,7 @@ NODES = {
     "ppermute": ["ppermute", "ppermute"],
     "ppermute_back": ["ppermute", "ppermute"],
     "shard": ["all_gather", "axis_index"],
+    "shard_padded": ["all_gather", "axis_index", "cut"],
     "axis_index": ["axis_index"],
     "declare": ["declare", "declare"],
     "declare_own": ["declare", "declare"],

@@ -28,8 +28,11 @@ def shapes(draw) -> tuple[int, ...]:
 
 
 @st.composite
-def layouts(draw, shape=None, mesh=None, unreduced: bool = False, dtype=torch.float32) -> Layout:
-    """Any layout: even, uneven, several axes on a dim, interleaved, flattened, replicated; unreduced if asked."""
+def layouts(draw, shape=None, mesh=None, unreduced: bool = False, dtype=torch.float32, padded=False) -> Layout:
+    """Any layout: even, uneven, several axes on a dim, interleaved, flattened, replicated; unreduced if asked.
+
+    padded: False, True (all ranks of one shape), or None for either."""
+    padded = draw(st.booleans()) if padded is None else padded
     shape = draw(shapes()) if shape is None else shape
     mesh = draw(meshes()) if mesh is None else mesh
     places = {dim: [] for dim in range(len(shape))} | {"flat": [], "none": [], "unreduced": []}
@@ -49,4 +52,5 @@ def layouts(draw, shape=None, mesh=None, unreduced: bool = False, dtype=torch.fl
             spec.append(Split(axes, tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))))
         else:
             spec.append(axes)
-    return Layout(shape, dtype, mesh, tuple(spec), unreduced=places["unreduced"], flat=places["flat"])
+    flat = places["flat"]
+    return Layout(shape, dtype, mesh, tuple(spec), unreduced=places["unreduced"], flat=flat, padded=padded)

@@ -135,11 +135,14 @@ def test_matrix_optimizers_made_for_other_layouts():
 def test_dims_that_stay_whole():
     mesh, zero3 = Mesh(fsdp=2), DataParallel.zero3("fsdp")
     stack = Layout((4, 3), torch.float32, mesh)
-    assert zero3.params_layout(stack, whole=(0,)) == stack  # neither the layers nor ranges of them
+    # Neither the layers nor ranges of them: rows that do not divide are padded.
+    assert zero3.params_layout(stack, whole=(0,)) == stack.replace(spec=(None, "fsdp"), padded=True)
     assert zero3.params_layout(stack).axes(0) == ("fsdp",)
     assert zero3.params_layout(Layout((3, 6), torch.float32, mesh)).axes(1) == ("fsdp",)
-    assert zero3.params_layout(Layout((3, 2, 1), torch.float32, mesh), whole=(1,)).spec == (None,) * 3
-    assert zero3.params_layout(Layout((9, 3), torch.float32, mesh)) == Layout((9, 3), torch.float32, mesh)
+    assert zero3.params_layout(Layout((3, 2, 1), torch.float32, mesh), whole=(1,)).spec == ("fsdp", None, None)
+    assert zero3.params_layout(Layout((3, 2, 1), torch.float32, mesh), whole=(0, 1, 2)).spec == (None,) * 3
+    odd = zero3.params_layout(Layout((9, 3), torch.float32, mesh))
+    assert odd == Layout((9, 3), torch.float32, mesh, flat=("fsdp",), padded=True)
 
 
 def test_ranges_and_interleaved_dims():

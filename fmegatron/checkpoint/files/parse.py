@@ -98,6 +98,7 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
         "spec": spec,
         "flat": list(_names(_child(leaf.layout, "flat", list))),
         "unreduced": [],
+        "padded": leaf.layout.get("padded") is True,
         "mesh": parse_mesh(meshes[number]).to_json(),
     }
     return Layout.from_json(row)

@@ -319,6 +319,8 @@ def destinations(
         given = None if into is None else into[i]
         x = fresh(layout.local_shape(rank), layout.dtype, device) if given is None else given
         tensors[i] = x
+        if layout.padded:  # which no file has
+            bits(x).zero_()
         for box in layout.boxes(rank):
             for part, piece in regions(view, box):
                 place = piece.view(x)

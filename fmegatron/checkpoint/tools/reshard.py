@@ -336,4 +336,4 @@ def _moved(layout: Layout, meshes: Sequence[Mesh]) -> Layout:
     for dim, entry in enumerate(layout.spec):
         axes = kept(layout.axes(dim))
         spec.append(Split(axes, entry.parts) if isinstance(entry, Split) else axes)
-    return Layout(layout.shape, layout.dtype, mesh, tuple(spec), flat=kept(layout.flat))
+    return Layout(layout.shape, layout.dtype, mesh, tuple(spec), flat=kept(layout.flat), padded=layout.padded)

@@ -111,7 +111,7 @@ def plan_digest(plans: Sequence[LeafPlan]) -> str:
             p.layout.shape,
             p.layout.dtype,
             p.layout.spec,
-            p.layout.flat,
+            (p.layout.flat, "padded") if p.layout.padded else p.layout.flat,
             meshes.setdefault(p.layout.mesh, len(meshes)),
         )
         for p in plans
@@ -167,7 +167,7 @@ def merge(
     meshes: list[Mesh] = []
     leaves, rows = {}, {}
     for p in plans:
-        key = p.layout.mesh, p.layout.spec, p.layout.flat  # thousands of leaves share a few
+        key = p.layout.mesh, p.layout.spec, p.layout.flat, p.layout.padded  # thousands of leaves share a few
         if (row := rows.get(key)) is None:
             row = rows[key] = layout_to_json(p.layout, meshes)
         common = (p.path, p.layout.shape, dtype_text(p.layout.dtype), row)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
 from fmegatron.layout import Box, Layout, Split, chunk
+from fmegatron.layout.split import rooms
 
 _FINEST_BYTES = 4 << 10  # no chunk below a page
 _SENSIBLE_BYTES = 1 << 20  # a chunk of this size is never refused as too fine
@@ -182,15 +183,17 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
         parts = entry.sizes(n) if isinstance(entry, Split) else (n,)
         unit = start = 0
         for part in parts:
-            unit = math.gcd(unit, start, _inner_cuts(part, counts))
+            unit = math.gcd(unit, start, _inner_cuts(part, counts, layout.padded))
             start += part
         units.append(unit)
         if layout.flat:
-            blocks = [(*block, pieces) for block in blocks for pieces in _block_sizes(tuple(parts), counts)]
+            room = {tuple(rooms(n, counts)[-1] for n in parts)}
+            cut = room if layout.padded else _block_sizes(tuple(parts), counts)
+            blocks = [(*block, pieces) for block in blocks for pieces in cut]
             if len(blocks) > 64:
                 return (1,) * len(layout.shape)
     for block in blocks if layout.flat else ():
-        step = _inner_cuts(math.prod(map(sum, block)), [mesh[name] for name in layout.flat])
+        step = _inner_cuts(math.prod(map(sum, block)), [mesh[name] for name in layout.flat], layout.padded)
         within = _flat_units(block, step) if step else ()
         if within is None:
             return (1,) * len(layout.shape)
@@ -198,10 +201,15 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
     return tuple(u or n for u, n in zip(units, layout.shape, strict=True))
 
 
-def _inner_cuts(n: int, counts: Sequence[int]) -> int:
-    """The gcd of all cuts inside [0, n) when it is chunked over `counts`, axis after axis; 0 when there is none."""
+def _inner_cuts(n: int, counts: Sequence[int], padded: bool = False) -> int:
+    """The gcd of all cuts inside [0, n) when it is chunked over `counts`, axis after axis; 0 when there is none.
+
+    padded: into rooms, of which all are of one size.
+    """
     if not counts or n == 0:
         return 0
+    if padded:
+        return math.gcd(*(room for room in rooms(n, counts)[1:] if room < n))
     step = -(-n // counts[0])
     unit = step if step < n else 0
     for size in {step, n % step} - {0}:

@@ -73,7 +73,11 @@ def write_part(
             elif leaf.writes(rank):
                 boxes = leaf.layout.boxes(rank)
                 if leaf.home == "packed":
-                    data = raw(_on_host(x)).reshape(-1).view(np.uint8)
+                    data = raw(_on_host(x))
+                    if leaf.layout.padded:
+                        bits, boxes = _without_padding(torch.from_numpy(data), boxes)
+                        data = bits.numpy()
+                    data = data.reshape(-1).view(np.uint8)
                     if packed and size + data.nbytes > _PACKED_BYTES:
                         writer.packed(packed_name(rank, number), packed, size)
                         packed, size, number = [], 0, number + 1
@@ -82,12 +86,23 @@ def write_part(
                     size += data.nbytes + -data.nbytes % ALIGN_BYTES
                 else:
                     name = piece_name(leaf.path, rank)
-                    part.pieces[leaf.path] = Piece(name, 0, boxes)
                     data, staged = writer.host_bits(x)
+                    if leaf.layout.padded:
+                        data, boxes = _without_padding(data, boxes)
+                    part.pieces[leaf.path] = Piece(name, 0, boxes)
                     writer.whole(one_chunk(name, data.numel(), dtype_text(x.dtype)), data.view(-1), leaf.path, staged)
         if packed:
             writer.packed(packed_name(rank, number), packed, size)
     return part
+
+
+def _without_padding(x: torch.Tensor, boxes: tuple[Box, ...]) -> tuple[torch.Tensor, tuple[Box, ...]]:
+    """The elements of the boxes of a local tensor, one box after another, and the boxes as they are there."""
+    at, out = 0, []
+    for box in boxes:
+        out.append(Box(box.start, box.shape, at, row_major_strides(box.shape)))
+        at += box.size
+    return torch.cat([box.view(x).reshape(-1) for box in boxes]), tuple(out)
 
 
 class _Write(NamedTuple):

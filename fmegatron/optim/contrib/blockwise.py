@@ -12,6 +12,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Split
+from fmegatron.layout.split import rooms
 from fmegatron.optim.contrib.grids import Dynamic, Floating, Grid, Linear
 from fmegatron.optim.matrices import joined
 from fmegatron.tree import ArraySpec
@@ -103,14 +104,15 @@ class Blockwise:
         last = len(layout.shape) - 1
         count, between = math.prod(layout.counts[last]), []
         if count > 1:
-            between += [part // count for part in layout.parts[last]]
+            between += [rooms(part, layout.counts[last])[-1] for part in layout.parts[last]]
         if layout.flat_counts:
             shape = layout.replace(flat=()).local_shape(0)
-            length = math.prod(shape) // math.prod(layout.flat_counts)
+            length = rooms(math.prod(shape), layout.flat_counts)[-1]
             between += [] if length % shape[-1] == 0 else [length, shape[-1]]
-        if between and not layout.is_even:
+        if between and not layout.divides:
             raise ValueError(
-                f"{path}: got {layout} with uneven edges in rows, wanted an even layout; leave it in Float32()"
+                f"{path}: got {layout}, whose rows are cut into uneven or padded pieces, wanted rows that all ranks "
+                "divide, or in full; leave it in Float32(), or use a mesh that divides it"
             )
         if any(n % width for n in between):
             fits = math.gcd(width, *between)

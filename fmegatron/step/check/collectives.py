@@ -11,12 +11,14 @@ of a pending sum, psum of shards) mean something once they are reduced along the
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fmegatron.collectives import (
+    CUT,
     DECLARE,
     FLAT,
     Own,
@@ -28,6 +30,7 @@ from fmegatron.collectives import (
     Sharded,
     collective_of,
 )
+from fmegatron.layout.split import rooms
 from fmegatron.step.check.context import Scope, op_name, suspected
 from fmegatron.step.check.dims import (
     UNIFORM,
@@ -41,6 +44,7 @@ from fmegatron.step.check.dims import (
     filled_in,
     folds_of,
     interleaved,
+    order_of,
     over,
     plain,
     size_of,
@@ -76,6 +80,8 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
         for x, mine, shape in zip(xs, own, shapes, strict=True)
     ]
     counts = [scope.values[n] for n in node.args[3:] if isinstance(n, Node)]
+    if collective is CUT:
+        return [_by_index(scope, node, x, axes, counts[0]) for x in out]
     return [_by_counts(node, x, axes, counts) for x in out] if counts else out
 
 
@@ -87,6 +93,8 @@ def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: An
             return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
         case Sharded(place), Replicated():
             return equal_over(axes, _gathered(scope, node, x, axes, place))
+        case Replicated(), Sharded(place):
+            return _zeros(_cut(scope, node, _replicated(node, x, axes), axes, place))
         case Sharded(Place((concat, *_) as concats)), Sharded(Place((split, *_) as splits)) if (
             len({*concats}) == len({*splits}) == 1
         ):
@@ -110,6 +118,24 @@ def _over(axes: tuple[str, ...], type_: Any) -> Any:
     if not isinstance(type_, Sharded) or len(type_.place.dims) != 1:
         return type_
     return Sharded(replace(type_.place, dims=type_.place.dims * len(axes)))
+
+
+def _replicated(node: Node, x: Value, axes: tuple[str, ...]) -> Value:
+    """What must be the same on all ranks of the axes, of which each then keeps its part."""
+    marks: dict[str, Mark | None] = {}
+    for axis in axes:
+        if not x.replicated(axis) and not x.is_(axis, *OPEN):
+            what = f"{op_name(node)} takes a part of a value that is {x.state(axis)}"
+            marks[axis] = Wrong(node, what, f"reduce or gather it over {axis!r} first", x.birth(axis))
+    return x.marked(marks)
+
+
+def _by_index(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], index: Value) -> Value:
+    """The part of a value that each rank keeps by its index along the axes."""
+    if index.index_of == axes and index.scale == 1:
+        return x
+    why = f"{op_name(node)} by a number that is not the rank's index over {'+'.join(axes)}"
+    return x.marked({axis: scope.unknown(node, why) for axis in axes if not x.is_(axis, *OPEN)})
 
 
 def _zeros(x: Value) -> Value:
@@ -170,18 +196,23 @@ def _folded(x: Value, axes: list[str], kind: str, node: Node) -> Value:
 
 def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
     """What is left when each rank keeps the part of a place."""
+    true = dict(place.true)
     for dim in range(len(x.dims)):
         names = axes_on(axes, place, dim)
         if names:
-            x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else ())
+            x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else (), true.get(dim))
     if not place.block:
         return x
     x = reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
     flat = axes_on(axes, place, FLAT)
-    return _dim_cut(scope, node, x, 0, flat, ()) if flat else x
+    return _dim_cut(scope, node, x, 0, flat, (), true.get(FLAT), ranges=True) if flat else x
 
 
-def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...]) -> Value:
+def _dim_cut(
+    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...],
+    true: tuple[int, ...] | None = None, ranges: bool = False,
+) -> Value:  # fmt: skip
+    """true: sizes of the parts of the dim where what is left is padded. ranges: of a flattened block."""
     atoms, n = x.dims[dim], scope.mesh.extent(axes)
     folds = folds_of(atoms)
     for fold in folds:
@@ -189,6 +220,15 @@ def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...]
         x = x.marked({fold.axis: suspected(node, what, "reduce it along the dim first")})
     whole = canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms))
     dims = list(x.dims)
+    if true is not None:
+        room = sum(rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
+        first = whole[0] if len(whole) == 1 and not whole[0].runs else None
+        if first is None or folds or ranges:
+            dims[dim] = (Atom(room, axes, frozenset(), () if folds else whole),)
+        else:
+            cuts = starts_of(rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
+            dims[dim] = (Atom(room, (*(first.axes or ()), *axes), cuts, first.inner),)
+        return replace(x.with_dims(dims), constant=x.constant if x.constant == 0 else None)
     if folds:
         dims[dim] = plain(size_of(atoms) // n)
     elif parts and len(whole) == 1 and whole[0].plain:
@@ -200,15 +240,29 @@ def _dim_cut(scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...]
 
 def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: Place) -> Value:
     """A value in full over the axes. Where the place describes what a dim consists of, they must shard just that."""
+    true = dict(place.true)
     if place.block:
         x = _dim_gathered(scope, node, x, 0, axes_on(axes, place, FLAT), None, False, "the flattened block")
+        x = _without_padding(x, 0, math.prod(place.block), (), true.get(FLAT))
         x = reshaped(scope, node, x, place.block)
     for dim in range(len(x.dims)):
         names, here = axes_on(axes, place, dim), dim == place.interleaved
         if names:
             parts = place.parts if here else ()
             x = _dim_gathered(scope, node, x, dim, names, parts, here and not parts, f"dim {dim}")
+            sizes = true.get(dim, ())
+            x = _without_padding(x, dim, sum(sizes), sizes, true.get(dim))
     return x
+
+
+def _without_padding(x: Value, dim: int, size: int, parts: tuple[int, ...], true: tuple[int, ...] | None) -> Value:
+    """A gathered dim, of which a place with padding (`true`) leaves out all but `size`."""
+    atoms = x.dims[dim]
+    if true is None or size_of(atoms) == size:
+        return x
+    first = atoms[0] if len(atoms) == 1 else Atom(size, order_of(atoms))
+    cuts = starts_of(parts) if first.axes else frozenset()
+    return x.with_dims((first._replace(size=size, cuts=cuts),) if d == dim else one for d, one in enumerate(x.dims))
 
 
 def _dim_gathered(

@@ -23,6 +23,7 @@ from fmegatron.step.check.context import GO_ON, Finding, Report, Scope, Unproven
 from fmegatron.step.check.dims import folds_of, interleaved, order_of
 from fmegatron.step.check.interpret import interpreted
 from fmegatron.step.check.marks import too_large
+from fmegatron.step.check.padding import at_output
 from fmegatron.step.check.values import (
     First,
     Mark,
@@ -291,6 +292,8 @@ def _difference(scope: Scope, value: Value, want: Value, axis: str, node: Node, 
         what = f"the output {path} has parts side by side that are still to be reduced ({fold.kind})"
         scope.find(fold.node, axis, what, "reduce the value first; wrong axis?")
         return None
+    if (padding := at_output(scope, node, value, want, axis, path)) is not None:
+        return padding
     dims = want.shards(axis)
     if got == wanted and dims:
         mark = _placement(scope, value, want, axis, node, path, dims[0])

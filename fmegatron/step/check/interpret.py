@@ -18,7 +18,7 @@ import torch
 
 from fmegatron.collectives import collective_of, require_mesh_of_graph
 from fmegatron.collectives.torch_private import schema_of
-from fmegatron.step.check import collectives, kernels, lookups, movement, pointwise, reductions
+from fmegatron.step.check import collectives, kernels, lookups, movement, padding, pointwise, reductions
 from fmegatron.step.check.arithmetic import elementwise
 from fmegatron.step.check.context import GO_ON, Rule, Rules, Scope, Signature, line_of, op_name
 from fmegatron.step.check.dims import UNIFORM, Misfit, plain, size_of
@@ -132,7 +132,7 @@ def _value_after(scope: Scope, node: Node) -> Any:
     except _FAULTS as fault:
         return unproven(scope, node, f"internal: its rule fails ({type(fault).__name__}: {fault}); please report it")
     if found is None or _fits(found, node.meta.get("val")):
-        return found
+        return padding.after(scope, node, found)
     return unproven(scope, node, f"internal: its rule gives {_sizes(found)}, not the shape it has; please report it")
 
 
@@ -334,7 +334,7 @@ def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> Non
             continue
         beside = _with_slice(scope, node, target, other, value, new)
         if beside is not None:
-            scope.values[other] = beside
+            scope.values[other] = padding.overwritten(beside, value, new)
             continue
         axes = value.axes() | (frozenset(scope.mesh.names) if new is None else new.axes())
         why = f"{node.target} writes into memory that other values share"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.layout import Layout
+from fmegatron.layout.split import rooms
 from fmegatron.step.check.dims import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
 from fmegatron.step.torch_private import outside_of_tracing
 
@@ -110,6 +111,17 @@ class Wrong(NamedTuple):
 Mark = Pending | Varying | First | Somewhere | Suspect | Unknown | Wrong
 
 
+class Padding(NamedTuple):
+    """What stands behind the true elements of padded shards along an axis.
+
+    number: what all of it is; None: it may be anything.  moved: an all_to_all has brought it into the middle of a dim
+    that is in full now, and split another: (the one, the other); the all_to_all that takes both back sets it in order.
+    """
+
+    number: float | None
+    moved: tuple[int, int] | None = None
+
+
 class Excess(NamedTuple):
     """The value is n ** power times that of one rank, n the size of an axis: a mean of parts, a sum of replicas.
 
@@ -140,7 +152,7 @@ class Value:
     on which it is constant (rows of a rank were counted): equal on all ranks, it may be complete as well as one of
     equal terms of a sum.  portion: axis -> whether it may be 1/n of the value of one rank, because it was divided by n
     ("exact", and nothing was computed since), or by a multiple of n, or earlier ("maybe"); "never" for gradients of a
-    loss that is a sum over that axis anyhow.
+    loss that is a sum over that axis anyhow.  pads: axis -> what its padding is, where shards have some (`padding.py`).
     """
 
     dims: tuple[Dim, ...]
@@ -153,6 +165,7 @@ class Value:
     data: bool = False
     equal_terms: bool = False
     portion: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    pads: Mapping[str, Padding] = field(default_factory=lambda: NOTHING)
 
     @property
     def settled(self) -> bool:
@@ -273,13 +286,17 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
     for n, axes, parts in zip(block, big, layout.parts, strict=True):
         cuts, at = set(), 0
         for part in parts[:-1] if axes else ():
-            at += part // layout.mesh.extent(axes)
+            at += rooms(part, [layout.mesh[a] for a in axes])[-1]
             cuts.add(at)
         dims.append(canonical((Atom(n, axes, frozenset(cuts)),)))
     if layout.flat:
         whole = canonical(tuple(atom for dim in dims for atom in dim))
-        dims = [cut(whole, flat, layout.mesh.extent(flat)) if flat else whole]
-    return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1})
+        if flat and layout.padded:
+            dims = [(Atom(layout.local_shape(0)[0], flat, frozenset(), whole),)]
+        else:
+            dims = [cut(whole, flat, layout.mesh.extent(flat)) if flat else whole]
+    pads = dict.fromkeys(layout.padding_axes, Padding(0.0)) if layout.padded else NOTHING
+    return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1}, pads=pads)
 
 
 def counted(shape: Sequence[int], ramp: bool = False) -> Value:
