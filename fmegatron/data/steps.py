@@ -118,7 +118,7 @@ class RankBatches(Source):
         if isinstance(self.batches, TokenBatches):
             self._check_tokens(self.batches)
         for layout in self._stated.values():
-            if not layout.is_even or layout.flat or layout.unreduced:
+            if not layout.divides or layout.flat or layout.unreduced:
                 raise ValueError(f"RankBatches: got the layout {layout}, wanted equal parts for all ranks")
             layout.mesh.check_rank(self.rank)
 

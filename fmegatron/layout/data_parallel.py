@@ -16,7 +16,7 @@ from fmegatron.layout.split import Split
 DATA_AXES = ("dp", "fsdp")  # as they are called unless other names are given
 SEQUENCE_AXES = ("cp", "cpi")  # cpi: the inner one of two levels, beside each other in a sequence
 _MOST_PADDING = 1 / 64  # of a leaf, for which it is split on a dim, as a matrix, and not into ranges
-_LARGE_BYTES = 1 << 20  # of a rank's part: a leaf that a strategy was to shard may stay whole below
+_LARGE_BYTES = 1 << 20  # of a rank's part: a leaf that a strategy was to shard may stay full below
 
 
 class Placed(NamedTuple):

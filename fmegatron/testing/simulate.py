@@ -147,7 +147,7 @@ def _join_leaf(path, locals_, layout, tolerance):
         part = layout.mesh.index(rank, layout.unreduced) if layout.unreduced else 0
         other, theirs = held.setdefault((boxes, part), (rank, local))
         both = (theirs, local)
-        if layout.padded:  # what is there is nobody's value, and may differ
+        if layout.padded:  # padding is no element, and may differ
             both = (_true(theirs, boxes), _true(local, boxes))
         if theirs is not local and (worst := _disagreement(*both)) > tolerance:
             raise ValueError(

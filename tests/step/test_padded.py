@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fmegatron import model, nn, optim, step, tree
-from fmegatron.collectives import Axes, psum
+from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
-from fmegatron.testing import assert_parity, relative_error
+from fmegatron.optim import contrib
+from fmegatron.testing import assert_parity, join, relative_error, split
 from tests.pairs import few, mixed
 from tests.step import strategies
 from tests.step.strategies import STRATEGIES, make_config, make_step, simulated
@@ -112,6 +113,57 @@ def test_decoder_equals_torch(name, mesh, microbatches, clip_norm):
         assert relative_error(a, b) <= 1e-10, path
 
 
+def of_matrices(kind, layouts, axes):
+    return {"muon": optim.muon, "adafactor": contrib.adafactor}[kind](1e-2, layouts=layouts, axes=axes)
+
+
+def with_optimizer(mesh, name, make, config):
+    """(step, specs of its state, layouts of its batch) for an optimizer that is made of layouts."""
+    strategy, axes = STRATEGIES[name], Axes(mesh)
+    specs = model.specs(config, mesh, strategy=strategy)
+    optimizer = make(step.placements(tree.layouts(specs), strategy).optim, axes)
+    train_step = make_step(config, mesh, strategy, clip_norm=0.1, optimizer=optimizer)
+    return train_step, step.state_specs(specs, optimizer, strategy), strategies.batch_layouts(mesh)
+
+
+EXPERTS = model.llama(
+    vocab_size=30, dim=32, layers=1, heads=4, kv_heads=2, ffn_dim=22, max_seq=6, vocab_multiple=16,
+    param_dtype=torch.float64, compute_dtype=torch.float64,
+    mlp=model.MoE(nn.Router(4, 2), 22, balance=0.01, ep=("dp",)),
+)  # fmt: skip
+OTHERS = [
+    ("zero3", Mesh(fsdp=3), "muon", make_config()), ("hybrid", Mesh(dp=2, fsdp=3), "muon", make_config()),
+    ("zero1", Mesh(fsdp=3, tp=2), "muon", make_config()), ("zero3", Mesh(fsdp=3, tp=2), "adafactor", make_config()),
+    ("zero3", Mesh(dp=2, fsdp=3), "adafactor", EXPERTS),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mesh, kind, config", OTHERS, ids=map(str, range(len(OTHERS))))
+def test_matrices_and_experts(name, mesh, kind, config):
+    def make(layouts, axes):
+        return of_matrices(kind, layouts, axes)
+
+    train_step, state, batch = with_optimizer(mesh, name, make, config)
+    report = step.check(train_step, state, batch)
+    assert report.ok, str(report)
+    whole = tree.init(with_optimizer(Mesh(), name, make, config)[1], key=0, rank=0)
+    assert_parity(
+        lambda m: with_optimizer(m, name, make, config)[0], mesh, whole, strategies.batch_at(config, 0),
+        layouts=(state, batch), steps=3,
+    )  # fmt: skip
+
+
+def test_8_bit_state_of_padded_rows_is_refused():
+    formats = [("adam/m", contrib.int8(block=8))]
+    config = model.llama(vocab_size=58, dim=40, layers=2, heads=4, kv_heads=2, ffn_dim=22, max_seq=16)
+    with pytest.raises(ValueError, match="cut into uneven or padded pieces, wanted .* leave it in Float32"):
+        with_optimizer(
+            Mesh(fsdp=3), "zero1", lambda where, axes: contrib.compressed(optim.adamw(1e-2), formats, where, axes),
+            config,
+        )  # fmt: skip
+
+
 # ---- the share of a rank ---------------------------------------------------------------------------------------------
 LLAMA = {
     "8B": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336},
@@ -192,3 +244,41 @@ def test_a_large_leaf_that_would_stay_whole_is_an_error():
     with pytest.raises(ValueError, match="every rank along fsdp would hold all .* do not split it over tp"):
         placed((2, 1 << 20), mesh, None, Split("tp", 2), whole=(0,))
     assert not placed((2, 1 << 10), mesh, None, Split("tp", 2), whole=(0,)).axes(1) == ("tp", "fsdp")  # a small one may
+
+
+# ---- real ranks ------------------------------------------------------------------------------------------------------
+def on_rank(rank, mesh, name):
+    """Three donated, jitted and checked steps: (metrics, parameters, whether all padding is zero, open lines)."""
+    config, strategy = make_config(), STRATEGIES[name]
+    with connect(mesh) as world:
+        train_step = step.jit(
+            make_step(config, mesh, strategy, clip_norm=0.05), donate=0, world=world, backend="aot_eager"
+        )
+        specs = strategies.specs_of(config, mesh, strategy)
+        state, metrics = tree.init(specs, 0, rank), []
+        for i in range(3):
+            local = split(strategies.batch_at(config, i), strategies.batch_layouts(mesh))[rank]
+            state, found = train_step(state, local)
+            metrics.append((found["loss"].item(), found["grad_norm"].item()))
+        zero = True
+        for x, layout in zip(tree.leaves(state), tree.leaves(tree.layouts(specs)), strict=True):
+            held = sum(box.view(x.contiguous()).count_nonzero().item() for box in layout.boxes(rank))
+            zero &= held == x.count_nonzero().item()
+        report = next(iter(train_step.cache.values())).report
+        return metrics, state.params, zero, str(report) if not report.ok else ""
+
+
+@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_three_real_ranks(ranks, name):
+    mesh = Mesh(fsdp=3)
+    got = ranks.run(on_rank, mesh, name, ranks=3)
+    losses, norms, params = strategies.by_torch(make_config(), 3, 0.05)
+    layouts = tree.layouts(strategies.specs_of(make_config(), mesh, STRATEGIES[name])).params
+    assert tree.leaves(got[0][1])[0].dtype is torch.float64
+    for metrics, _, zero, unproven in got:
+        assert zero and not unproven, unproven
+        assert [m[0] for m in metrics] == pytest.approx(losses, rel=1e-10)
+        assert [m[1] for m in metrics] == pytest.approx(norms, rel=1e-10)
+    joined = join([rank[1] for rank in got], layouts)
+    for path, a, b in zip(tree.paths(params), tree.leaves(joined), tree.leaves(params), strict=True):
+        assert relative_error(a, b) <= 1e-10, path

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ Node = torch.fx.Node
 Number = float | None
 
 
+@dataclass(frozen=True)
 class _Finite:
     """An operand that is the same on all ranks: one finite number, not zero, that is not known."""
 
@@ -170,7 +171,8 @@ def _common(node: Node, sources: list[Value], axis: str) -> Number:
         sources = sources[-1:] if name == "copy" else sources[:1]
     numbers = {v.pads[axis].number if axis in v.pads else v.constant for v in sources}
     if name == "constant_pad_nd":
-        numbers.add(float(node.args[2]) if len(node.args) > 2 else 0.0)
+        value = node.args[2] if len(node.args) > 2 else 0.0
+        numbers.add(float(value) if isinstance(value, (bool, int, float)) else None)
     return numbers.pop() if len(numbers) == 1 else None
 
 
@@ -185,8 +187,9 @@ def _operand(value: Value, axis: str) -> Operand:
 def _pointwise(scope: Scope, node: Node, name: str, axis: str) -> Number:
     """What a pointwise op makes of padding; None: anything."""
     of_nodes = {n: _operand(scope.values[n], axis) for n in node.all_input_nodes}
-    if all(isinstance(number, float) for number in of_nodes.values()):
-        return _computed(node, of_nodes)
+    known = {n: number for n, number in of_nodes.items() if isinstance(number, float)}
+    if len(known) == len(of_nodes):
+        return _computed(node, known)
     rule = TABLE.get(name)
     if rule is None:
         return None
@@ -194,7 +197,7 @@ def _pointwise(scope: Scope, node: Node, name: str, axis: str) -> Number:
     return rule(*[float(a) if isinstance(a, (bool, int, float)) else a for a in operands])
 
 
-def _computed(node: Node, numbers: Mapping[Node, Operand]) -> Number:
+def _computed(node: Node, numbers: Mapping[Node, float]) -> Number:
     """A pointwise op of known numbers; None where it makes no finite number, or is no function of numbers alone."""
 
     def scalar(n: Node) -> torch.Tensor:
@@ -255,7 +258,9 @@ def _moved(
             marks[axis] = scope.unknown(node, "a gather of shards whose padding an all_to_all has moved")
         elif name == "all_to_all" and held is not None:
             back = held.moved == exchange
-            pads[axis] = Padding(held.number, None if back else exchange[::-1] if held.moved is None else _NOWHERE)
+            pads[axis] = Padding(
+                held.number, None if back else (exchange[1], exchange[0]) if held.moved is None else _NOWHERE
+            )
         elif name in ("declare", "pmax") and held is not None:
             pads[axis] = held
         elif held is not None and name != "all_gather":
