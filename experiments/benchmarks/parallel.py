@@ -110,8 +110,9 @@ class Form:
             self.least *= config.compute_dtype.itemsize * (ranks - 1) // ranks
             return
         least = step.least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
-        numbers = 2 if strategy.optim else 1  # the loss, and the norm where no rank has all gradients
-        self.least = least.total + 2 * (ranks - 1) * numbers * config.param_dtype.itemsize // ranks
+        # The count of the tokens and the sum of their losses in fp64, and the norm where no rank has all gradients.
+        numbers = 2 * 8 + (config.param_dtype.itemsize if strategy.optim else 0)
+        self.least = least.total + 2 * (ranks - 1) * numbers // ranks
 
     def __call__(self) -> float:
         if self.train is None:
@@ -203,7 +204,8 @@ def counts(ours: str, counted: dict, flags, where) -> None:
     layers = flags.sizes.setup()[0].layers
     wanted = {}
     if OURS[ours].axis == "fsdp" and not exchanged:
-        wanted = {"all_gather": 2 * layers + 1, "reduce_scatter": layers + 1, "psum": 1}
+        # psum: the counts, which come before the backward; the totals, in fp64; the squares of the norm.
+        wanted = {"all_gather": 2 * layers + 1, "reduce_scatter": layers + 1, "psum": 3}
     if OURS[ours].overlap.depth:
         report(f"{ours}_gathers_ahead", [counted["ahead"]], unit="calls", bar=f">= {2 * layers - 1}", where=where)
     for op, n in counted["calls"].items():

@@ -15,8 +15,8 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, all_gather, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form
-from fmegatron.model.draws import require_rate
+from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form, visible_of
+from fmegatron.model.draws import dropping, require_rate
 from fmegatron.model.mixer import Mixer, Order, Slots, Widths
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
@@ -104,7 +104,12 @@ class Attention(Mixer):
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
         """
         q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
-        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
+        if axes.sequence.size > 1:
+            o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
+        else:
+            how = {"scale": self.scale, "softcap": self.softcap, "sinks_H": w["sinks"] if self.sinks else None}
+            drop, mask = dropping(self.dropout, at, axes), visible_of(at, self.window)
+            o_BSHK = nn.attention(q_BSHK, k_BSGK, v_BSGK, mask, **how, drop=drop)
         return self._finish(o_BSHK, w, at.splits(u_BSD), axes)
 
     def _project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,8 +57,7 @@ def attend(
     """
     drop = dropping(dropout, at, axes)
     if axes is None or axes.sequence.size == 1:
-        if mask is None and (at.documents is not None or at.positions.dim() > 1 or window is not None):
-            mask = nn.visible(at.positions, at.positions, window, at.documents, at.documents)
+        mask = visible_of(at, window) if mask is None else mask
         return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H, drop=drop)
     cp, balanced = axes.sequence, form in DEALT
     dealt = (axes["cp"] if form == "two_level_balanced" else cp).size
@@ -78,6 +77,13 @@ def attend(
     if form in ("two_level", "two_level_balanced"):
         return nn.two_level_attention(*given, axes["cp"], axes["cpi"], **how, balanced=balanced, tp=axes["tp"])
     return nn.ring_attention(*given, cp, **how, balanced=balanced)
+
+
+def visible_of(at: At, window: int | None) -> Tensor | None:
+    """Who sees whom, of the tokens of a rank; None: each all before it, which kernels know."""
+    if at.documents is None and at.positions.dim() == 1 and window is None:
+        return None
+    return nn.visible(at.positions, at.positions, window, at.documents, at.documents)
 
 
 def remembered(

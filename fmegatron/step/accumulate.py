@@ -81,6 +81,7 @@ def accumulate(
 
     @functools.wraps(loss_fn)
     def with_grad(params, batch, *args):
+        require_parts(batch, n)
         loss, aux, grads, _ = run(params, batch, args, None)
         return (loss, aux), grads
 
@@ -94,15 +95,11 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
         raise ValueError(f"accumulate: n: got {of.n!r}, wanted a whole number of microbatches, 1 or more")
     each, n, nodes, full = each or (lambda grads: grads), of.n, {}, {}
 
-    def once(params, batch, args, scale):
-        require_parts(batch, 1)
-        found = of.gradient(params, (batch, *args), scale=scale)
+    def checked(found):
         if found.shown:
             _require_no_weight(weight)
         else:
             weight_of(found.loss, found.aux, weight)  # an error where microbatches would be one
-        (loss, aux), grads = of.whole(found, params)
-        return loss, aux, each(grads), bool(found.shown)
 
     def many(params, batch, args, scale):
         require_parts(batch, n)
@@ -135,7 +132,7 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
         loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
         return loss, aux, tree.map(lambda g: g / count, total), False
 
-    return once if n == 1 else many
+    return functools.partial(of.once, each=each, checked=checked) if n == 1 else many
 
 
 def _traced(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[dict, Callable]:

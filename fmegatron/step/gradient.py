@@ -78,9 +78,9 @@ class LossFn:
         self.loss_fn, self.axes, self.dtype, self.n = loss_fn, axes, dtype, n
         self.require = require or (lambda aux: None)
 
-    def _called(self, params, args: tuple, named: Mapping) -> tuple[Any, dict[str, Part] | None, Any]:
-        """(loss, the same as parts, aux)."""
-        loss, aux = loss_and_aux(self.loss_fn, self.loss_fn(params, *args, **named))
+    def _read(self, returned: Any) -> tuple[Any, dict[str, Part] | None, Any]:
+        """(loss, the same as parts, aux) of what loss_fn returned."""
+        loss, aux = loss_and_aux(self.loss_fn, returned)
         self.require(aux)
         parts = parts_of(self.loss_fn, loss)
         found = {k: x for k, x in aux.items() if isinstance(x, Part)} if isinstance(aux, dict) else {}
@@ -94,7 +94,7 @@ class LossFn:
     def before(self, params, args: tuple) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
         """`Gradient.before` and `Gradient.lines` by a forward pass alone."""
         with torch.no_grad():
-            _, parts, _ = self._called(params, args, {})
+            _, parts, _ = self._read(self.loss_fn(params, *args))
             if parts is None:
                 return {}, {}
             axes = self.axes_of(params)
@@ -127,7 +127,7 @@ class LossFn:
         known = [layout and layout.replace(dtype=leaf.dtype) for leaf, layout in zip(leaves, known, strict=True)]
         leaves = list(map(_knowing, leaves, known))
         with torch.enable_grad():
-            loss, parts, aux = self._called(tree.unflatten(spec, leaves), args, named)
+            loss, parts, aux = self._read(self.loss_fn(tree.unflatten(spec, leaves), *args, **named))
             early, lines, shown = {}, {}, None
             if parts is not None:
                 axes = self.axes_of(params)
@@ -148,6 +148,18 @@ class LossFn:
         if parts is None:
             return Gradient({}, {}, {}, loss.detach(), aux, None, grads)
         return Gradient(early, sums or {}, lines, (), aux, shown, grads)
+
+    def once(
+        self, params, batch, args: tuple, scale, each: Callable, checked: Callable[[Gradient], None]
+    ) -> tuple[Any, Any, tree.Tree, bool]:
+        """(loss, aux, each(gradients), whether the loss is that of the whole batch) of one microbatch, the only one.
+
+        checked: raises for what the gradient must not be.
+        """
+        found = self.gradient(params, (batch, *args), scale=scale)
+        checked(found)
+        (loss, aux), grads = self.whole(found, params)
+        return loss, aux, each(grads), bool(found.shown)
 
     def whole(self, found: Gradient, params) -> tuple[tuple[Any, Any], tree.Tree]:
         """((loss, aux), grads) of one call that is the whole batch."""

@@ -58,7 +58,7 @@ class Part:
     over: tuple[str, ...] | None = None
     line: str = ""  # that made it, for findings of a check
 
-    def __mul__(self, weight: Any) -> Part:
+    def __mul__(self, weight: float | Tensor | Part) -> Part:
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not number and not isinstance(weight, Part) and not (isinstance(weight, Tensor) and not weight.dim()):
             got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else tree.in_words(weight)
@@ -70,7 +70,7 @@ class Part:
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Any) -> Part:
+    def __add__(self, other: object) -> Part:
         raise ValueError(
             f"a mean and {tree.in_words(other)}: got their sum, wanted both by name, as each has its own count; return "
             'a dict of them: {"lm": lm, "z": 0.1 * z}'

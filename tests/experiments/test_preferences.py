@@ -1,4 +1,4 @@
-"""A preference loss on two models of one state: trained, checked, equal on other meshes, resumed; the reference stays."""
+"""A preference loss on two models of one state: trained, checked, equal on meshes, resumed; the reference stays."""
 
 import dataclasses
 import importlib

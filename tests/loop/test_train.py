@@ -183,8 +183,11 @@ def test_evaluate():
         return {"loss": params * batch}
 
     assert evaluate(metrics_of, torch.tensor(2.0), source(torch.tensor), 4) == {"loss": 3.0}
-    weighted = evaluate(metrics_of, torch.tensor(2.0), source(torch.tensor), 4, lambda index: float(index == 3))
-    assert weighted == {k: float(v) for k, v in metrics_of(torch.tensor(2.0), torch.tensor(3)).items()}
+
+    def counted(params, batch):
+        return {**metrics_of(params, batch), "loss/count": (batch == 3).double()}
+
+    assert evaluate(counted, torch.tensor(2.0), source(torch.tensor), 4) == {"loss": 6.0, "loss/count": 1.0}
     with pytest.raises(ValueError, match="got 0 batches"):
         evaluate(metrics_of, None, source(int), 0)
 

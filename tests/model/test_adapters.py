@@ -12,6 +12,7 @@ from fmegatron import checkpoint, model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.testing import assert_parity, join, relative_error, simulate, split
+from tests.definition import loss_of
 from tests.model import settings
 from tests.model.test_mamba import hybrid
 from tests.model.test_mtp import further
@@ -63,6 +64,12 @@ class Case(NamedTuple):
     def loss(self, params, batch, mesh, adapted=model.adapted):
         axes = Axes(mesh, data=self.strategy.tokens)
         return model.loss(adapted(params["base"], params["lora"]), batch, self.decoder, axes=axes, save=self.save)
+
+    def scalar(self, params, batch, adapted):
+        """The loss of all ranks."""
+        return scalar_of(self.loss(params, batch, self.mesh, adapted)[0], Axes(self.mesh, data=self.strategy.tokens))[
+            1
+        ]["loss"]
 
     def train_step(self, mesh):
         loss = functools.partial(self.loss, mesh=mesh)
@@ -138,7 +145,7 @@ def test_merged_is_adapted(case):
     layouts, losses = tree.layouts(case.specs()), []
     merge = functools.partial(model.merged, axes=Axes(case.mesh, data=case.strategy.tokens))
     for joined in (model.adapted, merge):
-        run = lambda p, b, joined=joined: case.loss(p, b, case.mesh, joined)[1]["loss"]  # noqa: E731
+        run = lambda p, b, joined=joined: case.scalar(p, b, joined)  # noqa: E731
         losses.append(simulate(run, case.mesh, params, case.batch(), layouts=(layouts, case.rows)).gather(""))
     assert abs(losses[0] - losses[1]) < 1e-12
     of_base = simulate(
@@ -162,7 +169,7 @@ def test_gradients_are_those_of_autograd_through_the_dense_sum(case):
     plain = tree.map(nn.dense, whole, is_leaf=_is_low_rank)
     pairs = {p: t for p, t in zip(tree.paths(params["lora"]), tree.leaves(params["lora"]), strict=True) if "pairs" in p}
     dense, ours = (
-        torch.autograd.grad(model.loss(w, case.batch(), case.decoder, of, axes)[0], list(pairs.values()))
+        torch.autograd.grad(loss_of(model.loss(w, case.batch(), case.decoder, of, axes)[0]), list(pairs.values()))
         for w, of in ((plain, layouts["base"]), (whole, of_whole))
     )
     assert max(relative_error(y, x) for x, y in zip(dense, ours, strict=True)) < 1e-10
@@ -278,7 +285,7 @@ def test_nothing_is_added_at_the_start():
     case = CASES["fsdp"]
     params = tree.init(case.specs(Mesh(), b=tree.zeros), 0, 0)
     adapted, plain = (
-        model.loss(w, case.batch(), case.decoder)[0]
+        loss_of(model.loss(w, case.batch(), case.decoder)[0])
         for w in (model.adapted(params["base"], params["lora"]), params["base"])
     )
     assert torch.equal(adapted, plain)
@@ -352,7 +359,8 @@ def test_a_mixer_that_takes_a_weight_for_a_tensor_is_told_which(how):
         model.loss(model.adapted(params["base"], params["lora"]), CASES["copies"].batch(), of, save="mincut")
     assert caught.value.__notes__[0] == "Arrays with adapters (model.lora): mlp/in/w"
     right = tiny(mlp=Own(lambda u, w: u @ w))
-    assert model.loss(model.adapted(params["base"], params["lora"]), CASES["copies"].batch(), right)[0].isfinite()
+    parts, _ = model.loss(model.adapted(params["base"], params["lora"]), CASES["copies"].batch(), right)
+    assert loss_of(parts).isfinite()
 
 
 def test_experts_in_bf16_need_a_rank_of_whole_rows():

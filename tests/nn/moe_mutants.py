@@ -50,10 +50,6 @@ SUMS_OF_STEP = (
       "load_E = psum(router.expert_load(routing.experts, E), ep)", of=DP),
     M("load_over_data", "The load leaves out the rest of the sequences.", LOAD,
       "load_E = psum(router.expert_load(routing.experts, E), data)", of=FOLDED),
-    M("balance_by_this_rank", "The balance loss divides by this rank's tokens.", "E / tokens * (share_E * ",
-      "E / logits_BSE[..., 0].numel() * (share_E * ", "simulate", of="ep2"),
-    M("balance_by_max", "The share is of the largest load.", "load_E.sum().clamp(min=1)", "load_E.max().clamp(min=1)",
-      "simulate", of="ep2"),
     M("metrics_of_this_rank", "Metrics are this rank's.", METRICS, "name: value.detach() for", of="ep2"),
     M("metrics_over_ep", "Metrics leave out the ranks of dp.", METRICS, "name: psum(value.detach(), ep) for", of=DP),
     M("metrics_twice", "Metrics are summed twice.", METRICS,
@@ -84,6 +80,10 @@ SUMS_OF_STEP = (
       Y, "y_BSD = wrong.psum_summed(y_BSD, tp)", "unproven, simulate", of=TP),
 )  # fmt: skip
 OF_STEP = (
+    M("balance_by_this_rank", "The balance loss divides by this rank's tokens.", "E / tokens * (share_E * ",
+      "E / logits_BSE[..., 0].numel() * (share_E * ", "simulate", of="ep2"),
+    M("balance_by_max", "The share is of the largest load.", "load_E.sum().clamp(min=1)", "load_E.max().clamp(min=1)",
+      "simulate", of="ep2"),
     M("weights_without_ep", "Experts are declared to be pending over their own axis.", WEIGHTS,
       "moe.expert_weights(experts, axes[()], token_axes)",
       "check", of="ep2"),

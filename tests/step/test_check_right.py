@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, enter, psum, reshard, reshard_moves
 from fmegatron.layout import Layout, Mesh
+from fmegatron.optim import contrib
 from fmegatron.step import State, check, raw_gradient_layout, trace, value_and_grad
 from fmegatron.step.check import check_traced
 from tests.collectives.test_reshard import make_step, pairs
@@ -99,6 +100,6 @@ def test_optimizers_that_communicate(name):
     if name == "skip_nonfinite":
         optimizer = optim.skip_nonfinite(optim.adamw(1e-3), **where)
     else:
-        optimizer = getattr(optim, name)(1e-3, **where)
+        optimizer = {"adafactor": contrib.adafactor, "muon": optim.muon}[name](1e-3, **where)
     report = check(*problem(mesh, optimizer))
     assert report.ok, str(report)

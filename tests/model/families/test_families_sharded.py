@@ -140,7 +140,7 @@ def test_blocks_with_equal_arrays_share_a_stack_and_those_with_equal_maths_a_com
         made.append(compiled(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(step, "compiled_layer", counted)
+    monkeypatch.setattr("fmegatron.step.layer.compiled_layer", counted)
     mesh = Mesh()
     params = model.init(gemma, mesh, 0)
     model.loss(params, make_batch(gemma), gemma, model.layouts(gemma, mesh), Axes(mesh), "inputs")
