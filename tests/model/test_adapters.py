@@ -66,10 +66,9 @@ class Case(NamedTuple):
         return model.loss(adapted(params["base"], params["lora"]), batch, self.decoder, axes=axes, save=self.save)
 
     def scalar(self, params, batch, adapted):
-        """The loss of all ranks."""
-        return scalar_of(self.loss(params, batch, self.mesh, adapted)[0], Axes(self.mesh, data=self.strategy.tokens))[
-            1
-        ]["loss"]
+        """The mean over the tokens of all ranks."""
+        parts, _ = self.loss(params, batch, self.mesh, adapted)
+        return step.means({"lm": parts["lm"]}, Axes(self.mesh, data=self.strategy.tokens))["lm"]
 
     def train_step(self, mesh):
         loss = functools.partial(self.loss, mesh=mesh)
