@@ -25,7 +25,7 @@ class Scattered:
     dtype: torch.dtype
     held: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
 
-    mesh, flat, replicas = Mesh(), (), 1
+    mesh, flat, replicas, padded = Mesh(), (), 1, False
 
     @property
     def spec(self) -> tuple[None, ...]:
