@@ -38,7 +38,8 @@ def build(
         loss_fn: as `build_train_step` takes it: (params, batch) of this rank, (params, batch, samples) with samples.
         optimizer: of the parameters.
         specs: of the parameters; mesh, layouts and strategy are said there and nowhere else.
-        batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, or arrays like them, of all ranks together.
+        batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, arrays like them, or their Layouts, of all ranks
+            together.
         microbatches, precision, settle, twice: of `build_train_step`.
         samples: its `numbered`.
         evaluate: (state, batch) -> metrics of held-out rows; None: the loss of the parameters, of no samples; where it
@@ -52,9 +53,17 @@ def build(
     how = {"strategy": strategy, "microbatches": microbatches, "precision": precision, "settle": settle, "twice": twice}
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, numbered=samples, **how)
 
-    def row(x: Any) -> Layout:
+    def row(name: str, x: Any) -> Layout:
+        if isinstance(x, Layout | tree.ArraySpec):
+            return tree.layouts(x)
         given: Any = (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
-        shape, dtype = given if isinstance(given[-1], torch.dtype) else (given, torch.int64)
+        if not isinstance(given, tuple | list):
+            raise ValueError(
+                f"build: batch[{name!r}]: got {tree.in_words(x)}, wanted the shape of an int64 array, (shape, dtype), "
+                "a tensor like it, or its Layout"
+            )
+        typed = len(given) == 2 and isinstance(given[1], torch.dtype)
+        shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)
         return by.batch_layout(tuple(shape), dtype, mesh, microbatches)
 
     def held_out(state: Any, rows: Any) -> dict:
@@ -65,6 +74,6 @@ def build(
         whole = metrics["loss"] if "loss" in metrics else psum(loss.detach(), axes[axes.data])
         return {"loss": whole, **({"loss/count": metrics["tokens"]} if "tokens" in metrics else {})}
 
-    rows = {name: row(x) for name, x in batch.items()}
+    rows = {name: row(name, x) for name, x in batch.items()}
     specs = state_specs(specs, optimizer, strategy)
     return Description(train_step, specs, rows, microbatches, evaluate=evaluate or held_out)

@@ -269,3 +269,16 @@ def test_a_description_takes_itself_apart_and_refuses_what_is_none():
         step.Description(state, function, batch)
     with pytest.raises(ValueError, match="wanted an ArraySpec, a Layout or a tensor"):
         step.Description(function, {"w": (8, 4)}, batch)
+
+
+def test_build_takes_layouts_and_shapes_of_a_batch():
+    specs = tree.specs({"w": (4, 2)}, Mesh(dp=2), strategy=DataParallel.zero1())
+    rows = DataParallel.zero1().batch_layout((8, 4), torch.float32, Mesh(dp=2))
+
+    def loss_fn(params, batch):
+        return step.mean((batch["x"] @ params["w"]).square().sum(), len(batch["x"]))
+
+    for given in (rows, ((8, 4), torch.float32), torch.zeros(8, 4)):
+        assert step.build(loss_fn, optim.sgd(0.1), specs, {"x": given}).batch == {"x": rows}
+    with pytest.raises(ValueError, match=r"build: batch\['x'\]: got a dict of a, wanted the shape .* or its Layout"):
+        step.build(loss_fn, optim.sgd(0.1), specs, {"x": {"a": 1}})
