@@ -162,8 +162,10 @@ class CompiledLayer:
         key = (tree.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained)
         if key not in self.halves:
             with outside_of_tracing():
-                joint = joint_graph(self.fn, *inputs, f"layer {described(self.fn)}", trained)
-                self.halves[key] = _cut(joint, self.save, self.name)
+                with joint_graph(inputs, f"layer {described(self.fn)}", trained) as call:
+                    given, of, others, by_name = call.given
+                    call.result = self.fn(given, of, *others, **by_name)
+                self.halves[key] = _cut(call.joint, self.save, self.name)
         specs = tuple(tree.flatten(given)[2] for given in (shards, (rest, named)))
         pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
         return tree.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,8 +24,9 @@ from fmegatron.step.torch_private import (
     make_fx,
     mark_backward,
     min_cut,
+    outside_of_tracing,
 )
-from fmegatron.step.trace import make_fakes, record, tried
+from fmegatron.step.trace import make_fakes, record, recorded
 
 __all__ = ["Joint", "Partition", "Policy", "has_gradient", "joint_graph", "partition", "require_policy"]
 
@@ -66,57 +68,68 @@ class Partition:
     residual_bytes: int
 
 
-def joint_graph(
-    fn: Callable, x: Any, weights: Any, rest: tuple, named: dict, name: str, trained: Sequence[bool]
-) -> Joint:
-    """Trace `fn(x, weights, *rest, **named) -> tree of ys` together with the gradients of x and of the weights that are
-    trained, one bool for each leaf of them.
+class Call:
+    """A call of a layer that is recorded.
 
-    Two traces: autograd's formulas contain in-place ops, and the partitioner needs a functional graph; functionalizing
-    refuses `requires_grad_`, so the gradients are taken in the first trace and functionalized in the second.
+    given: its arguments, as they were given to `joint_graph`. result: what the layer returns; who makes the call sets
+    it. joint: its graph, behind the context.
     """
-    tensors, spec = tree.leaves((x, weights, rest, named)), tree.flatten((x, weights, rest, named))[2]
-    differentiable = [has_gradient(x), *trained]
+
+    given: tuple[Any, Any, tuple, dict]
+    result: Any
+    joint: Joint
+
+
+@contextlib.contextmanager
+def joint_graph(inputs: tuple[Any, Any, tuple, dict], name: str, trained: Sequence[bool]) -> Iterator[Call]:
+    """Record a call `fn(x, weights, *rest, **named) -> tree of ys` together with the gradients of x and of the weights
+    that are trained, one bool for each leaf of them. Whoever opens the context makes the call:
+
+        with joint_graph((x, weights, rest, named), "layer", trained) as call:
+            x, weights, rest, named = call.given
+            call.result = fn(x, weights, *rest, **named)
+        call.joint
+
+    The graph is made functional behind it: autograd's formulas contain in-place ops, and the partitioner needs a
+    functional graph; functionalizing refuses `requires_grad_`, so the gradients are recorded before.
+    """
+    tensors, spec = tree.leaves(inputs), tree.flatten(inputs)[2]
+    differentiable = [has_gradient(inputs[0]), *trained]
     differentiable += [False] * (len(tensors) - len(differentiable))
-    mode = FakeTensorMode()
+    mode, call = FakeTensorMode(), Call()
     fakes = make_fakes(tensors, mode)
-
-    def with_gradients(tensors):
-        inputs = [t.detach().requires_grad_(d) for t, d in zip(tensors, differentiable, strict=True)]
-        x, weights, rest, named = tree.unflatten(spec, inputs)
-        return inputs, fn(x, weights, *rest, **named)
-
-    found = tried(lambda *tensors: with_gradients(tensors)[1], fakes, mode, name)
-    paths, ys, nesting = tree.flatten(found)
-    for path, y in zip(paths, ys, strict=True) if ys else [("", found)]:
-        if not isinstance(y, torch.Tensor):
-            raise ValueError(
-                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(y)}, wanted a tensor; return "
-                "tensors, in any nesting"
+    with record(mode, name) as recorder:
+        primals = [t.detach().requires_grad_(d) for t, d in zip(recorder.inputs(fakes), differentiable, strict=True)]
+        call.given = cast("tuple[Any, Any, tuple, dict]", tree.unflatten(spec, primals))
+        yield call
+        paths, ys, nesting = tree.flatten(call.result)
+        for path, y in zip(paths, ys, strict=True) if ys else [("", call.result)]:
+            if not isinstance(y, torch.Tensor):
+                raise ValueError(
+                    f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(y)}, wanted a tensor; "
+                    "return tensors, in any nesting"
+                )
+        # Whole numbers, detached values and constants have no gradient, whatever they are made of
+        taken = [i for i, y in enumerate(ys) if y.requires_grad]
+        wanted = [i for i, d in enumerate(differentiable) if d and taken]
+        with outside_of_tracing(), mode:
+            tangents = [torch.empty(ys[i].shape, dtype=ys[i].dtype, device=ys[i].device) for i in taken]
+        recorder.inputs(tangents)
+        grads = []
+        if wanted:
+            mark_backward([ys[i].grad_fn for i in taken])
+            grads = torch.autograd.grad(
+                [ys[i] for i in taken], [primals[i] for i in wanted], tangents, allow_unused=True
             )
-    # Whole numbers, detached values and constants have no gradient, whatever they are made of
-    taken = [i for i, y in enumerate(ys) if y.requires_grad]
-    wanted = [i for i, d in enumerate(differentiable) if d and taken]
-    with mode:
-        tangents = [torch.empty(ys[i].shape, dtype=ys[i].dtype, device=ys[i].device) for i in taken]
-
-    def joint(*args):
-        inputs, found = with_gradients(args[: len(fakes)])
-        ys = tree.leaves(found)
-        if not wanted:
-            return [y.detach() for y in ys]
-        mark_backward([ys[i].grad_fn for i in taken])
-        grads = torch.autograd.grad(
-            [ys[i] for i in taken], [inputs[i] for i in wanted], args[len(fakes) :], allow_unused=True
-        )
-        grads = [
-            torch.zeros_like(inputs[i]) if g is None else g.contiguous() for i, g in zip(wanted, grads, strict=True)
-        ]
-        return [*[y.detach() for y in ys], *grads]
-
-    raw = record(joint, [*fakes, *tangents], mode, name)
+            grads = [
+                torch.zeros_like(primals[i]) if g is None else g.contiguous()
+                for i, g in zip(wanted, grads, strict=True)
+            ]
+        recorder.outputs([*[y.detach() for y in ys], *grads])
+    raw = recorded(recorder, name)
+    x, weights, rest, named = inputs
     require_pure(raw, [*tree.paths((x, weights, *rest)), *tree.paths(named), *["gradient"] * len(taken)])
-    return Joint(_functionalize(raw, fakes, tangents, mode), fakes, tangents, nesting, wanted, taken, mode)
+    call.joint = Joint(_functionalize(raw, fakes, tangents, mode), fakes, tangents, nesting, wanted, taken, mode)
 
 
 def has_gradient(t: torch.Tensor) -> bool:

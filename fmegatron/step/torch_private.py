@@ -11,6 +11,7 @@ import operator
 import shutil
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,9 +29,19 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx import _symbolic_trace
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    _MakefxTracer,
+    _set_make_fx_tracer,
+    disable_autocast_cache,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    track_tensor_tree,
+)
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import register_pytree_node as register_node
@@ -52,6 +63,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Op",
+    "Recorder",
     "TorchDispatchMode",
     "below_autograd",
     "compile_flat_graph",
@@ -73,6 +85,7 @@ __all__ = [
     "overload_name",
     "profiled_events",
     "quiet_about_shapes",
+    "recording",
     "register_node",
     "storage_number",
     "storage_uses",
@@ -131,6 +144,56 @@ def make_fx(function, **settings):
             return _make_fx(function, **settings)(*args)
 
     return traced
+
+
+class Recorder:
+    """The graph of a call that is recorded (`recording`): `recorder.outputs(fn(*recorder.inputs(fakes)))`.
+
+    graph_module: of it, once outputs are given.
+    """
+
+    def __init__(self, tracer: PythonKeyTracer):
+        self._tracer, self._count = tracer, 0
+        self.graph_module: torch.fx.GraphModule | None = None
+
+    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors, whose values are from now on placeholders of the graph, behind those that it has."""
+        graph, names = self._tracer.graph, [f"arg{self._count + i}_1" for i in range(len(tensors))]
+        first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+        with contextlib.nullcontext() if first is None else graph.inserting_before(first):
+            proxies = [self._tracer.create_proxy("placeholder", name, (), {}) for name in names]
+        with disable_proxy_modes_tracing():
+            track_tensor_tree(list(tensors), proxies, constant=None, tracer=self._tracer)
+        self._count += len(names)
+        return list(tensors)
+
+    def outputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What the graph returns, a list."""
+        found = [get_proxy_slot(t, self._tracer, t, lambda slot: slot.proxy) for t in tensors]
+        self._tracer.create_node("output", "output", (self._tracer.create_arg(found),), {})
+        self.graph_module = graph_module_of(self._tracer.root, self._tracer.graph)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Context in which the ops of this thread are recorded as torch's make_fx does, which calls a function itself; here
+    whoever opens the context calls it, and stands right above it in the stack.
+
+    Shapes are constants: there are no symbols for which make_fx cleans a graph up.
+    """
+    made = _MakefxTracer(None, "real", False, False, False, False, True)
+    before = _symbolic_trace._is_fx_tracing_flag
+    with made._init_modes_from_inputs(recording, ()):
+        tracer = cast("PythonKeyTracer", made.fx_tracer)
+        # What fx.Tracer.trace sets before it calls a function.
+        tracer.root, tracer.tensor_attrs = torch.nn.Module(), {}
+        tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        _symbolic_trace._is_fx_tracing_flag = True
+        try:
+            with made.torch_fn_metadata_mode, made.proxy_mode, disable_autocast_cache(), _set_make_fx_tracer(made):
+                yield Recorder(tracer)
+        finally:
+            _symbolic_trace._is_fx_tracing_flag = before
 
 
 def is_tracing() -> bool:

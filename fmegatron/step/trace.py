@@ -33,16 +33,17 @@ from fmegatron.step.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    Recorder,
     TorchDispatchMode,
     forget_constant,
     fx_traceback,
-    make_fx,
     outside_of_tracing,
     quiet_about_shapes,
+    recording,
 )
 from fmegatron.tree.labels import label_of, labelled
 
-__all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "record", "trace", "tried"]
+__all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "record", "recorded", "trace"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -51,7 +52,8 @@ _COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
 _TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PRODUCTS = os.path.abspath(weight.__file__)  # who multiplies says more than how
-_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, "<")
+_CONTEXTS = os.path.abspath(contextlib.__file__)  # between a context and whoever opened it
+_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, "<")
 
 
 @dataclass
@@ -109,32 +111,29 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     labels = [label_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     in_paths = [path for path, t in zip(paths, is_tensor, strict=True) if t]
-    seen = {}
-
-    def flat(*tensors):
-        for x, label in zip(tensors, labels, strict=True):
-            if label is not None:
-                labelled(x, label.layout)
-        rest = iter(tensors)
-        filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
-        out = fn(*tree.unflatten(spec, filled))
-        out_paths, outs, seen["tree"] = tree.flatten(out)
-        require_no_hidden_tensors(out_paths, outs, name)
-        seen["static"] = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
-        seen["paths"] = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
-        outs = [o for o in outs if isinstance(o, torch.Tensor)]
-        seen["labels"] = [label_of(o) for o in outs]
-        inputs = {storage_of(t) for t in tensors}
-        seen["aliased"] = [storage_of(o) in inputs for o in outs]
-        return [o.detach() for o in outs]
-
     mode = fake_mode or FakeTensorMode()
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
-    graph_module = record(flat, fakes, mode, name)
+    with record(mode, name) as recorder:
+        for x, label in zip(recorder.inputs(fakes), labels, strict=True):
+            if label is not None:
+                labelled(x, label.layout)
+        rest = iter(fakes)
+        filled = [next(rest) if t else leaf for leaf, t in zip(leaves, is_tensor, strict=True)]
+        out = fn(*tree.unflatten(spec, filled))
+        out_paths, outs, out_tree = tree.flatten(out)
+        require_no_hidden_tensors(out_paths, outs, name)
+        out_static = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
+        out_paths = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
+        outs = [o for o in outs if isinstance(o, torch.Tensor)]
+        out_labels = [label_of(o) for o in outs]
+        inputs = {storage_of(t) for t in fakes}
+        aliased = [storage_of(o) in inputs for o in outs]
+        recorder.outputs([o.detach() for o in outs])
+    graph_module = recorded(recorder, name)
     require_pure(graph_module, in_paths)
-    found = (in_paths, seen["paths"], seen["tree"], seen["static"], seen["aliased"])
+    found = (in_paths, out_paths, out_tree, out_static, aliased)
     called_at = _line(_frames(sys._getframe(1)))
-    return Traced(graph_module, fakes, *found, mode, called_at, labels, seen["labels"])
+    return Traced(graph_module, fakes, *found, mode, called_at, labels, out_labels)
 
 
 def make_fakes(tensors, mode) -> list:
@@ -143,19 +142,10 @@ def make_fakes(tensors, mode) -> list:
         return [torch.empty_strided(*meta_of(t)[:2], dtype=t.dtype, device=t.device) for t in tensors]
 
 
-def tried(flat: Callable, fakes: list, mode, name: str) -> Any:
-    """`flat(*fakes)` without recording it, for what must be known of its result before."""
-    with _explained(name), quiet_about_shapes(), generators_kept(name), torch.enable_grad(), mode, _Lines():
-        return flat(*fakes)
-
-
-def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule:
-    """make_fx with source lines on every node; one autograd thread, because dispatch modes are per thread."""
-
-    def lined(*tensors):
-        with _Lines():
-            return flat(*tensors)
-
+@contextlib.contextmanager
+def record(mode, name: str) -> Iterator[Recorder]:
+    """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
+    because dispatch modes are per thread. `recorded` gives the graph, behind it."""
     with (
         _explained(name),
         quiet_about_shapes(),
@@ -165,8 +155,16 @@ def record(flat: Callable, fakes: list, mode, name: str) -> torch.fx.GraphModule
         torch.autograd.set_multithreading_enabled(False),
         mode,
         fx_traceback.preserve_node_meta(),
+        recording() as recorder,
+        _Lines(),
     ):
-        graph_module = make_fx(lined)(*fakes)
+        yield recorder
+
+
+def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
+    """The graph, whose nodes have lines. ValueError for one that draws from torch's generators."""
+    graph_module = recorder.graph_module
+    assert graph_module is not None, "outputs are given"
     _set_lines(graph_module)
     require_keyed(graph_module, name)
     return graph_module
