@@ -15,8 +15,8 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, all_gather, declare, enter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form, visible_of
-from fmegatron.model.draws import dropping, require_rate
+from fmegatron.model.context import Context, attention_of, joined, longer, order_of, remembered, require_form
+from fmegatron.model.draws import require_rate
 from fmegatron.model.mixer import Mixer, Order, Slots, Widths
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
@@ -32,8 +32,8 @@ class Attention(Mixer):
     takes its share of the softmax. bias: of the q, k and v projections. out_bias: of the output's. qk_norm: of each
     head's query and key, before they are rotated. kv_copies: keys and values are arrays of their own, which every rank
     of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads. context: how it attends
-    over a sequence that cp splits (`attend`); None: by a ring. dropout: in training, of the softmax, where the loss is
-    given samples (`model.loss`): with scores in memory and no flash kernel, and not over cp.
+    over a sequence that cp splits (`attention_of`); None: by a ring. dropout: in training, of the softmax, where the
+    loss is given samples (`model.loss`): with scores in memory and no flash kernel, and not over cp.
     Source: Vaswani et al. 2017, arXiv 1706.03762; grouped heads: arXiv 2305.13245.
     """
 
@@ -104,12 +104,7 @@ class Attention(Mixer):
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
         """
         q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
-        if axes.sequence.size > 1:
-            o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
-        else:
-            how = {"scale": self.scale, "softcap": self.softcap, "sinks_H": w["sinks"] if self.sinks else None}
-            drop, mask = dropping(self.dropout, at, axes), visible_of(at, self.window)
-            o_BSHK = nn.attention(q_BSHK, k_BSGK, v_BSGK, mask, **how, drop=drop)
+        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
         return self._finish(o_BSHK, w, at.splits(u_BSD), axes)
 
     def _project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,10 +161,11 @@ class Attention(Mixer):
             mask: who sees whom, where that is not as `at` states.
             axes: Axes(mesh); None: nothing splits the sequence.
         """
-        return attend(
-            q, k, v, at, axes=axes, form=self.context, mask=mask, window=self.window, scale=self.scale,
-            softcap=self.softcap, sinks_H=w["sinks"] if self.sinks else None, dropout=self.dropout,
+        attention = attention_of(
+            at, axes=axes, form=self.context, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap,
+            sinks_H=w["sinks"] if self.sinks else None, dropout=self.dropout,
         )  # fmt: skip
+        return attention(q, k, v)
 
     @property
     def order(self) -> Order:

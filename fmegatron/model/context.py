@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,10 +20,7 @@ FORMS: tuple[Context, ...] = get_args(Context)
 DEALT: tuple[Context, ...] = ("balanced", "two_level_balanced")  # of sequences in the order of `nn.zigzag`
 
 
-def attend(
-    q_BSHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
+def attention_of(
     at: At,
     *,
     axes: Axes | None = None,
@@ -32,13 +31,11 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     dropout: float = 0.0,
-) -> Tensor:
-    """Causal attention `q[B, S, H, K], k, v[B, T, G, K] -> o[B, S, H, K]`; over cp to the keys of all its ranks.
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Causal attention of these tokens, a function of queries, keys and values of this rank's heads:
+    `q[B, S, H, K], k, v[B, T, G, K] -> o[B, S, H, K]`; over cp to the keys of all its ranks.
 
     Args:
-        q_BSHK: queries.
-        k_BTGK: keys.
-        v_BTGK: values.
         at: positions and documents of this rank's tokens.
         axes: Axes(mesh), of which cp (and cpi) split the sequence; None: nothing does.
         form: over cp. "ring"; "balanced": a ring whose ranks have the sequence in the order of `nn.zigzag`; "gathered":
@@ -58,7 +55,8 @@ def attend(
     drop = dropping(dropout, at, axes)
     if axes is None or axes.sequence.size == 1:
         mask = visible_of(at, window) if mask is None else mask
-        return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H, drop=drop)
+        how = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H, "drop": drop}
+        return functools.partial(nn.attention, mask_ST=mask, **how)
     cp, balanced = axes.sequence, form in DEALT
     dealt = (axes["cp"] if form == "two_level_balanced" else cp).size
     if balanced and dealt > 1 and at.positions.dim() == 1:
@@ -66,17 +64,20 @@ def attend(
             f"batch['positions']: got none, wanted int64 [B, S], since context={form!r} has the tokens in zigzag order"
             f"; give data.Batches(..., zigzag={dealt}), which adds them, or choose context='ring'"
         )
-    if scale is not None:  # the forms divide by sqrt(K)
-        q_BSHK = q_BSHK * (scale * q_BSHK.shape[-1] ** 0.5)
-    given = (q_BSHK, k_BTGK, v_BTGK, at.positions, at.documents)
-    how: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
+    of: dict[str, Any] = {"positions": at.positions, "documents": at.documents}
+    of |= {"window": window, "softcap": softcap, "sinks_H": sinks_H}
     if form == "gathered":
-        return nn.gathered_attention(*given, cp, **how)
-    if form == "ulysses":
-        return nn.ulysses_attention(*given, cp, **how, tp=axes["tp"])
-    if form in ("two_level", "two_level_balanced"):
-        return nn.two_level_attention(*given, axes["cp"], axes["cpi"], **how, balanced=balanced, tp=axes["tp"])
-    return nn.ring_attention(*given, cp, **how, balanced=balanced)
+        over = functools.partial(nn.gathered_attention, cp=cp, **of)
+    elif form == "ulysses":
+        over = functools.partial(nn.ulysses_attention, cp=cp, tp=axes["tp"], **of)
+    elif form in ("two_level", "two_level_balanced"):
+        over_both = {"outer": axes["cp"], "inner": axes["cpi"], "balanced": balanced, "tp": axes["tp"]}
+        over = functools.partial(nn.two_level_attention, **over_both, **of)
+    else:
+        over = functools.partial(nn.ring_attention, cp=cp, balanced=balanced, **of)
+    if scale is None:
+        return over
+    return lambda q, k, v: over(q * (scale * q.shape[-1] ** 0.5), k, v)  # the forms divide by sqrt(K)
 
 
 def visible_of(at: At, window: int | None) -> Tensor | None:
@@ -91,7 +92,7 @@ def remembered(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """(the cache with keys and values of these tokens, the mask of who sees whom in it): of `Mixer.read`.
 
-    Without a cache what comes back are the keys and values themselves, and no mask: `attend` makes it.
+    Without a cache what comes back are the keys and values themselves, and no mask: `attention_of` makes it.
     """
     if cache is None or slots is None:
         return {"k": k_BSGK, "v": v_BSGK}, None

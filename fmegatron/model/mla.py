@@ -15,7 +15,7 @@ from fmegatron import nn
 from fmegatron.collectives import Axes, Axis, all_gather, enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
-from fmegatron.model.context import Context, attend, joined, longer, order_of, remembered, require_form
+from fmegatron.model.context import Context, attention_of, joined, longer, order_of, remembered, require_form
 from fmegatron.model.mixer import Mixer, Order, Slots
 from fmegatron.model.rope import Rope
 from fmegatron.tree import Constant, Tree
@@ -99,7 +99,8 @@ class MLA(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None, axes: Axes | None = None
     ) -> Tensor:
         """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
-        return attend(q, k, v, at, axes=axes, form=self.context, mask=mask, scale=self.scale)
+        attention = attention_of(at, axes=axes, form=self.context, mask=mask, scale=self.scale)
+        return attention(q, k, v)
 
     @property
     def order(self) -> Order:

@@ -21,7 +21,7 @@ from fmegatron.step.signature import require_constants, signature_of
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
 from fmegatron.step.trace import described, trace
 
-__all__ = ["accumulate", "accumulated"]
+__all__ = ["accumulate", "accumulated", "alone"]
 
 
 def accumulate(
@@ -77,31 +77,31 @@ def accumulate(
     """
     if not callable(loss_fn):
         raise ValueError(f"accumulate: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, batch, *args)")
-    run = accumulated(LossFn(loss_fn, axes, None, n=n), each, weight, dtype, twice)
+    of = LossFn(loss_fn, axes, None, n=n)
+    several = accumulated(of, each, weight, dtype, twice)
 
     @functools.wraps(loss_fn)
     def with_grad(params, batch, *args):
         require_parts(batch, n)
-        loss, aux, grads, _ = run(params, batch, args, None)
-        return (loss, aux), grads
+        if n > 1:
+            loss, aux, grads, _ = several(params, batch, args, None)
+            return (loss, aux), grads
+        with of.differentiated(params) as call:
+            call.returned = loss_fn(call.params, batch, *args)
+        loss, aux, grads, _ = alone(of, call.gradient, params, weight)
+        return (loss, aux), grads if each is None else each(grads)
 
     return with_grad
 
 
 def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: torch.dtype, twice: bool) -> Callable:
-    """`f(params, batch, args, scale) -> (loss, aux, grads, whether the loss is that of the whole batch)`: `accumulate`
-    of a loss that is multiplied by `scale`, 0-d or None, before it is differentiated."""
+    """`f(params, batch, args, scale) -> (loss, aux, grads, whether the loss is that of the whole batch)`: `accumulate`,
+    with several microbatches, of a loss that is multiplied by `scale`, 0-d or None, before it is differentiated."""
     if isinstance(of.n, bool) or not isinstance(of.n, int) or of.n < 1:
         raise ValueError(f"accumulate: n: got {of.n!r}, wanted a whole number of microbatches, 1 or more")
     each, n, nodes, full = each or (lambda grads: grads), of.n, {}, {}
 
-    def checked(found):
-        if found.shown:
-            _require_no_weight(weight)
-        else:
-            weight_of(found.loss, found.aux, weight)  # an error where microbatches would be one
-
-    def many(params, batch, args, scale):
+    def several(params, batch, args, scale):
         require_parts(batch, n)
         _, leaves, spec = tree.flatten(batch)
         cut = [cut_rows(x, n) if isinstance(x, torch.Tensor) else [x] * n for x in leaves]
@@ -132,7 +132,17 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
         loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
         return loss, aux, tree.map(lambda g: g / count, total), False
 
-    return functools.partial(of.once, each=each, checked=checked) if n == 1 else many
+    return several
+
+
+def alone(of: LossFn, found: Gradient, params, weight: str | None) -> tuple[Any, Any, tree.Tree, bool]:
+    """What `accumulated` gives, of the gradient of the only microbatch there is."""
+    if found.shown:
+        _require_no_weight(weight)
+    else:
+        weight_of(found.loss, found.aux, weight)  # an error where several microbatches would be one
+    (loss, aux), grads = of.whole(found, params)
+    return loss, aux, grads, bool(found.shown)
 
 
 def _traced(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[dict, Callable]:

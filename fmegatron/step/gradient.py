@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,7 +47,9 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def with_grad(params, *args, **named):
-        return of_loss.whole(of_loss.gradient(params, args, named), params)
+        with of_loss.differentiated(params) as call:
+            call.returned = loss_fn(call.params, *args, **named)
+        return of_loss.whole(call.gradient, params)
 
     return with_grad
 
@@ -65,6 +68,18 @@ class Gradient(NamedTuple):
     aux: Any
     shown: Shown | None
     grads: tree.Tree
+
+
+class Call:
+    """A call of a loss_fn, which whoever opens `LossFn.differentiated` makes: `returned = loss_fn(params, ...)`.
+
+    params: those that are given to it. returned: what it returned; who makes the call sets it. gradient: of it, behind
+    the context.
+    """
+
+    params: Any
+    returned: Any
+    gradient: Gradient
 
 
 class LossFn:
@@ -116,8 +131,15 @@ class LossFn:
     def gradient(
         self, params, args: tuple, named: Mapping = MappingProxyType({}), scale=None, sums: dict | None = None
     ) -> Gradient:
-        """The gradient of one call. scale: multiplies what is differentiated. sums: of the whole batch; None: of these
-        rows on all ranks, which is right where they are the batch."""
+        """The gradient of one call, as of `differentiated`."""
+        with self.differentiated(params, scale, sums) as call:
+            call.returned = self.loss_fn(call.params, *args, **named)
+        return call.gradient
+
+    @contextlib.contextmanager
+    def differentiated(self, params, scale=None, sums: dict | None = None) -> Iterator[Call]:
+        """Context of one call, whose gradient is taken at its end. scale: multiplies what is differentiated. sums: of
+        the whole batch; None: of these rows on all ranks, which is right where they are the batch."""
         paths, leaves, spec = tree.flatten(params)
         self._require_leaves(params, paths, leaves)
         known = [tree.layout_of(leaf) for leaf in leaves]
@@ -125,9 +147,11 @@ class LossFn:
             (leaf if self.dtype is None else widened(leaf, self.dtype)).detach().requires_grad_() for leaf in leaves
         ]
         known = [layout and layout.replace(dtype=leaf.dtype) for leaf, layout in zip(leaves, known, strict=True)]
-        leaves = list(map(_knowing, leaves, known))
+        leaves, call = list(map(_knowing, leaves, known)), Call()
+        call.params = tree.unflatten(spec, leaves)
         with torch.enable_grad():
-            loss, parts, aux = self._read(self.loss_fn(tree.unflatten(spec, leaves), *args, **named))
+            yield call
+            loss, parts, aux = self._read(call.returned)
             early, lines, shown = {}, {}, None
             if parts is not None:
                 axes = self.axes_of(params)
@@ -146,20 +170,9 @@ class LossFn:
         grads = [_knowing(g.detach(), layout and _raw(layout)) for g, layout in zip(grads, known, strict=True)]
         aux, grads = tree.map(_without_history, aux), tree.unflatten(spec, grads)
         if parts is None:
-            return Gradient({}, {}, {}, loss.detach(), aux, None, grads)
-        return Gradient(early, sums or {}, lines, (), aux, shown, grads)
-
-    def once(
-        self, params, batch, args: tuple, scale, each: Callable, checked: Callable[[Gradient], None]
-    ) -> tuple[Any, Any, tree.Tree, bool]:
-        """(loss, aux, each(gradients), whether the loss is that of the whole batch) of one microbatch, the only one.
-
-        checked: raises for what the gradient must not be.
-        """
-        found = self.gradient(params, (batch, *args), scale=scale)
-        checked(found)
-        (loss, aux), grads = self.whole(found, params)
-        return loss, aux, each(grads), bool(found.shown)
+            call.gradient = Gradient({}, {}, {}, loss.detach(), aux, None, grads)
+        else:
+            call.gradient = Gradient(early, sums or {}, lines, (), aux, shown, grads)
 
     def whole(self, found: Gradient, params) -> tuple[tuple[Any, Any], tree.Tree]:
         """((loss, aux), grads) of one call that is the whole batch."""

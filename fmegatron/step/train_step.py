@@ -11,7 +11,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, Wire, positions
 from fmegatron.layout import DataParallel, Layout
-from fmegatron.step.accumulate import accumulated, require_parts
+from fmegatron.step.accumulate import accumulated, alone, require_parts
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.reduce import reduce_gradients
@@ -104,12 +104,12 @@ def build_train_step(
         to = trained_at.grads if microbatches > 1 else trained_at.optim
         return reduce_gradients(grads, trained_at.params, axes, to, wires, together)
 
-    def gradient_of(loss: Callable) -> Callable:
+    def with_microbatches(loss: Callable) -> tuple[LossFn, Callable]:
         cast = None if precision is None else summed
         of = LossFn(loss, axes, cast, functools.partial(_require_metrics, loss_fn), microbatches)
-        return accumulated(of, reduced, weight, summed, twice)
+        return of, accumulated(of, reduced, weight, summed, twice)
 
-    plain, general = gradient_of(loss_fn), gradient_of(of_trained)
+    plain, general = with_microbatches(loss_fn), with_microbatches(of_trained)
 
     def train_step(state: State, batch: Any) -> tuple[State, dict]:
         require_state(state, batch)
@@ -121,11 +121,14 @@ def build_train_step(
         scale = optimizer.loss_scale(state.opt)
         if numbered:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
-        if numbered or tree.leaves(frozen):
-            loss, metrics, grads, whole = general(trained, batch, (frozen,), scale)
+        (of, several), more = (general, (frozen,)) if numbered or tree.leaves(frozen) else (plain, ())
+        if microbatches == 1:
+            with of.differentiated(trained, scale) as call:
+                call.returned = of.loss_fn(call.params, batch, *more)
+            loss, metrics, grads, whole = alone(of, call.gradient, trained, weight)
+            grads = reduced(grads)
         else:
-            loss, metrics, grads, whole = plain(trained, batch, (), scale)
-        if microbatches > 1:
+            loss, metrics, grads, whole = several(trained, batch, more, scale)
             grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, together)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
