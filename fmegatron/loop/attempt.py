@@ -269,7 +269,9 @@ class _Saves:
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)
             if whole:
-                self._save(info, known, finite)
+                wait = info.last or not run.options.save.in_background
+                with self._warned(info):
+                    run.manager.save(info.step, info.state, run.specs, known, finite=finite, wait=wait)
                 own.inject("flight", info.step, info.state)
 
     def abandon(self) -> None:
@@ -277,17 +279,18 @@ class _Saves:
         if self.pending is not None:
             self.pending.abandon()
 
-    def _save(self, info: StepInfo, known: dict, finite: bool) -> None:
+    @contextmanager
+    def _warned(self, info: StepInfo) -> Iterator[None]:
+        """Around a save: an error that only has to be told, as the options say, is."""
         run = self.own.run
         try:
-            wait = info.last or not run.options.save.in_background
-            run.manager.save(info.step, info.state, run.specs, known, finite=finite, wait=wait)
+            yield
         except (RuntimeError, OSError) as error:
             if run.options.save.on_failure != "warn" or info.last or lost_peer(error):
                 raise
             if run.world.rank == 0:
                 text = f"step {info.step}: the save failed: {error}; training goes on, as on_failure='warn' says"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 @contextmanager
