@@ -16,7 +16,7 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.step.gradient import Gradient
 from fmegatron.step.graph.nodes import storage_of, user_line
-from fmegatron.step.opaque import Entry, inline_layers
+from fmegatron.step.opaque import Entry, Replay, inline_layers
 from fmegatron.step.torch_private import graph_module_of, opname, outside_of_tracing
 from fmegatron.step.trace import Traced, trace
 from fmegatron.tree.labels import labelled
@@ -60,12 +60,12 @@ class OneNode:
     def before(self, args: tuple) -> Gradient:
         """Of a microbatch `Gradient.before`, and what is no tensor, alone."""
         assert self.counts is not None, "nothing must be known before"
-        return self._result(_BEFORE, fx.Interpreter(self.counts).run(*_tensors(args)))
+        return self._result(_BEFORE, Replay(self.counts).run(*_tensors(args)))
 
     def gradient(self, args: tuple, sums: dict[str, torch.Tensor]) -> Gradient:
         """The gradient of a microbatch, given the sums of all: one node."""
         given = [sums[self.traced.out_paths[i].removeprefix("sums/")] for i in self.places[_SUMS]]
-        return self._result(_REST, self.entry.op([*_tensors(args), *given]))
+        return self._result(_REST, self.entry([*_tensors(args), *given]))
 
     def _result(self, kind: int, tensors: Sequence) -> Gradient:
         """What the traced function returned, filled with the tensors of one kind."""

@@ -268,7 +268,7 @@ class Jitted:
             entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
             self._inside[key] = (traced, entry)
         traced, entry = self._inside[key]
-        outs = entry.op([x for x in leaves if isinstance(x, torch.Tensor)])
+        outs = entry([x for x in leaves if isinstance(x, torch.Tensor)])
         for x, label in zip(outs, traced.out_labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)

@@ -261,7 +261,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer: CompiledLayer, pair: _Halves, weights: list, specs: tuple, x, *leaves):
         rest = leaves[specs[0].num_leaves :]
-        out, count = pair.forward.op([x, *weights, *rest]), pair.spec.num_leaves
+        out, count = pair.forward([x, *weights, *rest]), pair.spec.num_leaves
         ys, residuals = out[:count], out[count:]
         ctx.layer, ctx.pair, ctx.specs, ctx.needs_x = layer, pair, specs, 0 in pair.parts.kept_inputs
         kept = [x, *residuals] if ctx.needs_x else residuals
@@ -294,7 +294,7 @@ class _Layer(torch.autograd.Function):
                 weights = tree.leaves(layer.prepare(tree.unflatten(shard_spec, shards)))
         inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
         given = [*residuals, *[inputs[i] for i in parts.kept_inputs], *[gs[i].contiguous() for i in parts.taken]]
-        grads = dict(zip(parts.differentiable, ctx.pair.backward.op(given), strict=True))
+        grads = dict(zip(parts.differentiable, ctx.pair.backward(given), strict=True))
         of_weights = [grads.get(i + 1) for i in range(len(weights))]
         of_shards = of_weights if layer.prepare is None else _through(weights, of_weights, shards)
         grads = [grads.get(0), *of_shards]

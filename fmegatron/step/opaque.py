@@ -1,8 +1,9 @@
 """Opaque nodes: a graph that is one node of the graph around it, compiled once however often it is used.
 
 Each entry is an operator of its own in torch's dispatcher, named after the function and a digest of its graph, so equal
-graphs share one operator, names agree across ranks and processes (the compile cache can be shared), and the operator
-itself leads back to the graph inside it (`entry_of`), for what checks, simulates or counts it.
+graphs share one operator, and names agree across ranks and processes (the compile cache can be shared). What the
+operator runs is a value, the entry, which every node that calls it holds (`entry_of`), for what checks, simulates or
+counts it: it lives as long as a graph, a layer or a World has it, and the operator no longer than it.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ import torch
 from torch import fx
 
 from fmegatron.collectives import ALL_TO_ALL_ROWS, PPERMUTE, collective_of
-from fmegatron.step.graph.nodes import entry_of, items_of, meta_of, opaque_entries, user_line
+from fmegatron.step.graph.nodes import OPAQUE, RUNS, entry_of, items_of, meta_of, opaque_entries, user_line
 from fmegatron.step.output_buffers import with_own_outputs
 from fmegatron.step.overlap import Overlap
 from fmegatron.step.passes import Program, Target
-from fmegatron.step.torch_private import Op, below_autograd, outside_of_tracing
+from fmegatron.step.torch_private import below_autograd, last_call_of, outside_of_tracing
 from fmegatron.step.trace import line_here
 
-__all__ = ["Entry", "inline_layers"]
+__all__ = ["Entry", "Replay", "inline_layers"]
 
-_SYMBOLIC, _COMPILED = "fmegatron_layer", "fmegatron_compiled"
+_SYMBOLIC, _COMPILED = OPAQUE
 
 
-def _define(namespace: str, name: str, run, out_meta, entry) -> tuple[Op, torch.library.Library]:
-    """Register `name(Tensor[] args) -> Tensor[]`. Raw registration: torch.library.custom_op costs 0.15 ms per call.
-
-    entry: what `entry_of` gives for a node that calls it. The operator is gone when its library is.
+def _define(namespace: str, name: str, owner: Entry | Bound, out_meta) -> tuple[Any, torch.library.Library]:
+    """Register `name(Tensor[] args) -> Tensor[]`, which is `owner.run`. Raw registration: torch.library.custom_op costs
+    0.15 ms per call. The operator is gone when its library is.
     """
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"{name}(Tensor[] args) -> Tensor[]")
-    library.impl(name, lambda args: run(*args), "CompositeExplicitAutograd")
+    # torch keeps what it is given here for as long as the process lives, also of a library that is gone; the graph that
+    # calls the operator keeps its owner.
+    library.impl(name, functools.partial(_run, weakref.ref(owner)), "CompositeExplicitAutograd")
 
     def fake(args):
         return [
@@ -48,9 +50,13 @@ def _define(namespace: str, name: str, run, out_meta, entry) -> tuple[Op, torch.
         ]
 
     torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-    op = getattr(getattr(torch.ops, namespace), name).default
-    op.entry = entry
-    return op, library
+    return getattr(getattr(torch.ops, namespace), name).default, library
+
+
+def _run(owner: weakref.ReferenceType, args: list) -> list[torch.Tensor]:
+    found = owner()
+    assert found is not None, "a graph keeps what its opaque nodes run"
+    return list(found.run(*args))
 
 
 def _existing(namespace: str, name: str):
@@ -59,10 +65,11 @@ def _existing(namespace: str, name: str):
 
 
 class Entry:
-    """An inner graph and its operator. `Entry.make` returns the existing entry when the graph is known already.
+    """An inner graph and its operator. `Entry.make` returns the entry of an equal graph, where one is alive.
 
+    Call it with a list of tensors: in a trace that is one node, else it interprets the graph.
     graph_module: the symbolic graph; takes the tensors of the node's list argument, returns a list. op: the operator
-    that stands for it; run on real tensors it interprets the graph. fakes, out_meta: what goes in and comes out.
+    that stands for it. fakes, out_meta: what goes in and comes out.
     called_at: the line that called it when it was traced; another program that has an equal graph calls it elsewhere.
     """
 
@@ -71,7 +78,10 @@ class Entry:
         self.name, self.graph_module, self.fakes, self.fake_mode = name, graph_module, fakes, fake_mode
         self.out_meta = [meta_of(n.meta["val"]) for n in items_of(graph_module.graph.output_node().args[0])]
         self.alone: dict[Target, Bound] = {}  # compiled without ranks
-        self.op, self.library = _define(_SYMBOLIC, name, graph_module, self.out_meta, self)
+        self.op, self.library = _define(_SYMBOLIC, name, self, self.out_meta)
+        # torch knows operators by their names in the whole process, and each name once, so equal graphs that live at
+        # the same time have to meet here. A weak reference: it keeps no entry alive.
+        self.op.entry = weakref.ref(self)
 
     @classmethod
     def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
@@ -82,10 +92,26 @@ class Entry:
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         name = f"{re.sub(r'[^0-9a-zA-Z]+', '_', label)}_{digest}"
         known = _existing(_SYMBOLIC, name)
-        return known.entry if known is not None else cls(name, graph_module, fakes, fake_mode)
+        alive = None if known is None else known.entry()
+        return cls(name, graph_module, fakes, fake_mode) if alive is None else alive
 
-    def bind(self, target: Target) -> Op:
-        """The operator that runs the graph compiled for a target; it goes through the passes here, compiled later.
+    def __call__(self, tensors: list) -> list[torch.Tensor]:
+        outs = self.op(tensors)
+        self.held_by_trace()
+        return outs
+
+    def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Interpret the graph."""
+        return self.graph_module(*tensors)
+
+    def held_by_trace(self) -> None:
+        """The node of the call that has just been recorded, if calls are, holds this entry."""
+        node = last_call_of(self.op)
+        if node is not None:
+            node.meta[RUNS] = self
+
+    def bind(self, target: Target) -> Bound:
+        """The graph compiled for a target, with an operator; it goes through the passes here, is compiled later.
 
         In a layer collectives keep their order unless layers are called inside; those of a ring, or of rows that are
         routed, are waited for when their results are read.
@@ -95,12 +121,12 @@ class Entry:
             hides = any(collective_of(node.target) in (ALL_TO_ALL_ROWS, PPERMUTE) for node in graph.nodes)
             target = replace(target, overlap=Overlap(0, bucket_bytes=0, join_ends=False) if hides else None)
         world = target.world
-        # What is compiled for ranks is kept by their World and ends with it: an operator lives as long as the process.
+        # What is compiled for ranks is kept by their World and ends with it.
         known = self.alone if world is None else world.compiled.setdefault(self, {})
         if target not in known:
             where = "" if world is None else "_" + re.sub(r"[^0-9a-zA-Z]+", "_", str(world.mesh))
             known[target] = Bound(self, target, _free(f"{self.name}{where}_"))
-        return known[target].op
+        return known[target]
 
 
 def _free(name: str) -> str:
@@ -124,29 +150,33 @@ class Bound:
 
     def __init__(self, entry: Entry, target: Target, name: str):
         self.program = Program(entry.graph_module, entry.fakes, entry.fake_mode, target)
-        self.run: Callable[..., Any] | None = None
+        self.code: Callable[..., Any] | None = None  # once it is compiled
         self.name, self.label = entry.name, entry.name.rpartition("_")[0]  # with the digest of the graph, and without
         self.graph_module = self.program.graph_module
-        myself: weakref.ReferenceType[Bound] = weakref.ref(self)
-        self.op, self.library = _define(_COMPILED, name, functools.partial(_call, myself), entry.out_meta, myself)
+        self.op, self.library = _define(_COMPILED, name, self, entry.out_meta)
 
     def compile(self) -> None:
         """Compile if that is not done yet."""
-        if self.run is None:
+        if self.code is None:
             run = self.program.compile()
-            self.run = run if self.program.target.backend == "inductor" else below_autograd(run)
+            self.code = run if self.program.target.backend == "inductor" else below_autograd(run)
 
-    def __call__(self, *args):
+    def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Call what is compiled."""
         self.compile()
-        assert self.run is not None, "it is compiled"
-        return list(self.run(*args))
+        assert self.code is not None, "it is compiled"
+        return self.code(*tensors)
 
 
-def _call(bound: weakref.ReferenceType[Bound], *args):
-    """Call what a World keeps: whoever calls it has the World."""
-    found = bound()
-    assert found is not None, "a program keeps its World"
-    return found(*args)
+class Replay(fx.Interpreter):
+    """Runs a graph; where that is recorded, the nodes of opaque calls hold what they run, as those of the graph do."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node."""
+        value, entry = super().run_node(n), entry_of(n)
+        if entry is not None:
+            entry.held_by_trace()
+        return value
 
 
 # ---- inlining --------------------------------------------------------------------------------------------------------

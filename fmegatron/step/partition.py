@@ -12,6 +12,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.graph.nodes import declared_in, items_of
+from fmegatron.step.opaque import Replay
 from fmegatron.step.purity import require_pure
 from fmegatron.step.torch_private import (
     UNSAFE_VIEW,
@@ -143,7 +144,7 @@ def _functionalize(raw, fakes, tangents, mode) -> torch.fx.GraphModule:
         node.meta["stack_trace"] = node.meta.get("at", "?")
 
     def replay(primals, tangents):  # the partitioner separates inputs by these two names
-        return torch.fx.Interpreter(raw).run(*primals, *tangents)
+        return Replay(raw).run(*primals, *tangents)
 
     with torch.no_grad(), mode, fx_traceback.preserve_node_meta():
         graph_module = make_fx(

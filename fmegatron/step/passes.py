@@ -12,7 +12,7 @@ from torch import fx
 from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.gloo_all_to_all import exchanged
-from fmegatron.step.graph.nodes import entry_of, opaque_entries
+from fmegatron.step.graph.nodes import RUNS, entry_of, opaque_entries
 from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap import Overlap, overlapped
 from fmegatron.step.write_back import write_back, writes_last
@@ -98,7 +98,8 @@ def _lowered(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
         graph_module = copy_module(graph_module)
         for node in graph_module.graph.nodes:
             if entry_of(node) is not None:
-                node.target = entry_of(node).bind(program.target)
+                bound = entry_of(node).bind(program.target)
+                node.target, node.meta[RUNS] = bound.op, bound
         graph_module.recompile()
     target = program.target
     found = lower(graph_module, program.fakes, target.world, program.fake_mode, target.by_products)

@@ -75,6 +75,7 @@ __all__ = [
     "graph_module_of",
     "has_cpp_compiler",
     "inductor_decompositions",
+    "last_call_of",
     "is_tracing",
     "lower_own",
     "make_fx",
@@ -199,6 +200,14 @@ def recording() -> Iterator[Recorder]:
 def is_tracing() -> bool:
     """True while make_fx records (in this thread)."""
     return get_proxy_mode() is not None
+
+
+def last_call_of(op: Op) -> torch.fx.Node | None:
+    """Where make_fx records (in this thread), the node of the newest call of an operator."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    return next((node for node in reversed(mode.tracer.graph.nodes) if node.target is op), None)
 
 
 def forget_constant(x) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fmegatron import model, nn, tree
 from fmegatron.collectives import World
-from fmegatron.step import compiled_layer, jit, remat, trace, value_and_grad
+from fmegatron.step import accumulate, compiled_layer, jit, remat, trace, value_and_grad
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
 from fmegatron.step.layer import CompiledLayer
 from fmegatron.step.opaque import inline_layers
@@ -292,6 +292,60 @@ def test_errors_of_a_jit_inside_a_jit():
     with pytest.raises(ValueError, match="got a tensor that needs a gradient, wanted none, as a jit is one node"):
         cut = jit(lambda p: (p * 3).sum())
         jit(value_and_grad(lambda p: cut(p) + p.square().sum()), backend="eager")(torch.ones(3))
+
+
+def held(graph) -> list:
+    """What the opaque nodes of a graph run, and those inside of it."""
+    found = opaque_entries(graph)
+    return found + [inner for one in found for inner in held(one.graph_module.graph)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("ranks", ["no world", "a world"])
+@pytest.mark.parametrize("n", [1, 2], ids="{} microbatches".format)
+def test_what_layers_run_is_gone_with_the_program(backend, ranks, n):
+    """torch knows their operators by name in the whole process; none outlives what it runs, and none keeps it."""
+
+    def run() -> tuple[list[weakref.ref], list[str]]:
+        inner = compiled_layer("inputs")(lambda x, w: torch.tanh(x @ w) + 0.125)
+        layer = compiled_layer("mincut")(lambda x, w: inner(x * 0.375, w) - x)
+        world = World.alone("cpu") if ranks == "a world" else None
+        gradients = accumulate(lambda w, x: layer(layer(x, w), w).square().sum(), n)
+        f = jit(gradients, world=world, backend=backend)
+        f(torch.ones(2, 2), torch.ones(2, 2))
+        found = held(f.graph()) + held(f.graph("exchange"))
+        assert len({one.op.name() for one in found}) == len(set(found)) >= 8
+        return [weakref.ref(x) for one in found for x in (one, one.graph_module)], [one.op.name() for one in found]
+
+    references, names = run()
+    gc.collect()
+    assert not [reference() for reference in references if reference() is not None]
+    assert not set(names) & set(torch._C._dispatch_get_all_op_names())
+
+
+def test_a_graph_keeps_what_its_layers_run():
+    """Nothing else does: the layer, and the trace around the graph, are gone."""
+    f = lambda x, w: compiled_layer("inputs")(lambda x, w: torch.tanh(x @ w) - 0.625)(x, w)  # noqa: E731
+    graph = trace(f, (torch.ones(2, 2), torch.ones(2, 2))).graph_module.graph
+    gc.collect()
+    (entry,) = opaque_entries(graph)
+    x = torch.randn(2, 2, dtype=torch.float32)
+    assert torch.equal(entry.op([x, x])[0], torch.tanh(x @ x) - 0.625)
+    copies = [torch.fx.Graph() for _ in range(2)]
+    copies[0].graph_copy(graph, {})
+    name, graph, entry = entry.op.name(), None, None
+    gc.collect()
+    copies[1].graph_copy(copies[0], {})
+    assert [entry.op.name() for entry in opaque_entries(copies[1])] == [name]
+
+
+def test_equal_layers_of_programs_that_live_share_one_operator():
+    def of(c):
+        f = lambda x, w: compiled_layer("inputs")(lambda x, w: torch.tanh(x @ w) - c)(x, w)  # noqa: E731
+        return trace(f, (torch.ones(2, 2), torch.ones(2, 2))).graph_module.graph
+
+    first, second, other = map(of, (0.75, 0.75, 0.875))
+    assert opaque_entries(first) == opaque_entries(second) != opaque_entries(other)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

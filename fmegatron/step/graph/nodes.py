@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,13 @@ from fmegatron.collectives.torch_private import schema_of
 from fmegatron.step.torch_private import Op, opname, storage_number
 
 __all__ = [
-    *("entry_of", "int_of", "is_layer", "is_light", "is_start", "is_view", "is_wait", "items_of", "kind", "meta_of"),
-    *("meta_text", "node_of", "opaque_entries", "storage_of", "symbolic_nodes", "user_line", "waits_of", "written_by"),
+    *("OPAQUE", "RUNS", "entry_of", "int_of", "is_layer", "is_light", "is_start", "is_view", "is_wait", "items_of"),
+    *("kind", "meta_of", "meta_text", "node_of", "opaque_entries", "storage_of", "symbolic_nodes", "user_line"),
+    *("waits_of", "written_by"),
 ]
 
+RUNS = "runs"  # meta of an opaque node: what it runs
+OPAQUE = ("fmegatron_layer", "fmegatron_compiled")  # namespaces of the operators of opaque nodes, traced and lowered
 _WAIT = "wait_tensor"
 _OURS = frozenset({"ppermute", "all_to_all_rows"})  # that start an exchange whose sizes are not in the graph
 _MAY_BE_VIEWS = frozenset({"_unsafe_view", "reshape", "contiguous"})
@@ -110,9 +112,11 @@ def _returns_a_view(op: Op) -> bool:
 
 
 def entry_of(node: fx.Node) -> Any:
-    """The entry (`step.opaque`) whose operator a node calls, or None."""
-    found = getattr(node.target, "entry", None) if node.op == "call_function" else None
-    return found() if isinstance(found, weakref.ref) else found  # what is compiled for ranks is kept by their World
+    """What the opaque node runs (`step.opaque`: an Entry, in a lowered graph a Bound), or None of another node."""
+    found = node.meta.get(RUNS)
+    opaque = isinstance(node.target, Op) and node.target.namespace in OPAQUE
+    assert opaque == (found is not None), f"{node}: an opaque node, and no other, holds what it runs"
+    return found
 
 
 def opaque_entries(graph: fx.Graph) -> list:
