@@ -281,7 +281,7 @@ class _Saves:
 
     @contextmanager
     def _warned(self, info: StepInfo) -> Iterator[None]:
-        """Around a save: an error that only has to be told, as the options say, is."""
+        """Around a save: a warning of an error in place of it, where the options say so."""
         run = self.own.run
         try:
             yield
