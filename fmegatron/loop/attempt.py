@@ -281,7 +281,7 @@ class _Saves:
 
     @contextmanager
     def _warned(self, info: StepInfo) -> Iterator[None]:
-        """Around a save: a warning of an error in place of it, where the options say so."""
+        """Around a save: a warning in place of an error, as `on_failure` states."""
         run = self.own.run
         try:
             yield
