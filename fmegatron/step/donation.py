@@ -2,12 +2,13 @@
 
 The memory of a donated leaf goes on in another tensor, which the call returns. The tensor that the caller gave becomes
 a `Donated`: whatever is done with it raises ValueError, and it holds no memory. Memory that somebody else has too (a
-view, an array of numpy, what autograd has saved) stays theirs: the step writes into a copy.
+view, an array of numpy, an UntypedStorage, what autograd has saved) stays theirs: the step writes into a copy.
 """
 
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,8 +91,9 @@ class Donation:
         self.positions = [leaf.position for leaf in self.leaves]
         self.empty = [torch.empty(0, device=device) for device in devices]
         self.plain = [torch.Tensor] * len(self.leaves)
-        sample = torch.empty(1)  # how often torch counts a tensor and its storage that no one else has
-        self.alone = tensor_uses(sample), storage_uses(storage_number(sample.untyped_storage()))
+        sample = torch.empty(1)  # how often a tensor, its storage and the object for that are counted, of no one else
+        memory = sample.untyped_storage()
+        self.alone = tensor_uses(sample), storage_uses(storage_number(memory)), sys.getrefcount(memory)
 
     def call(self, run: Callable, tensors: list, finish: Callable) -> Any:
         """`finish(memory of the leaves with new values, outputs of run)`; the given leaves are dead then.
@@ -151,12 +153,12 @@ class Donation:
 
         A leaf whose memory others have too is given a copy of it.
         """
-        tensor, storage = self.alone
+        tensor, storage, object_ = self.alone
         if len({*map(id, tensors)}) == len(tensors):
             for x in old:
                 memory = x.untyped_storage()
                 shared = storage_uses(storage_number(memory)) != storage or tensor_uses(x) != tensor
-                if shared or not memory.resizable():
+                if shared or sys.getrefcount(memory) != object_ or not memory.resizable():
                     break
             else:
                 return [x.data for x in old], []
@@ -170,7 +172,8 @@ class Donation:
                 held.append(i)
                 new.append(_copied(x.data))
                 continue
-            if storage_number(memory) not in pieces or not memory.resizable():  # numpy, a file or a process has it
+            held_by_others = storage_number(memory) not in pieces or sys.getrefcount(memory) != object_
+            if held_by_others or not memory.resizable():  # numpy, a file, a process or an UntypedStorage has it
                 x.data = _copied(x.data)
             new.append(x.data)
         return new, held

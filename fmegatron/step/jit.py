@@ -322,8 +322,9 @@ def jit(
         donate: position (or positions) of arguments whose memory the result may take. Each must come back in the
             result, in the same place of the result when the result is a tuple (argument 0 as result 0), with the same
             structure, shapes and dtypes. The given tree is dead after the call: reading one of its leaves, or passing
-            it again, is a ValueError (keep a copy, tree.copies(state), of what you need later; memory that a
-            leaf shares with a view of yours or an array of numpy is left to you). Without donate no argument changes.
+            it again, is a ValueError (keep a copy, tree.copies(state), of what you need later; memory of a leaf
+            that a view, an UntypedStorage or a numpy array of yours has is left to you; an address from data_ptr() is
+            not seen). Without donate no argument changes.
         world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
         backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
         patches: Inductor's settings for all graphs. With {"_micro_pipeline_tp": True} gathers and reduce-scatters have

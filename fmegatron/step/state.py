@@ -13,12 +13,14 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.torch_private import EVERY_NAMESPACE, register_node
+from fmegatron.tree.labels import alike
 from fmegatron.tree.spec import strategy_of
 
 __all__ = [
     "State",
     "Unseen",
     "averaged_params",
+    "lying_as",
     "moved",
     "placements",
     "require_optimizer",
@@ -44,6 +46,8 @@ class State(Sequence):
     What a donated call of `jit` returned makes its fields when somebody looks into it. As long as nobody has, nobody
     else has its tensors, and the next donated call of the same jit takes it whole: no leaf is asked for anything, and
     the given State is dead at once. Looking into a State that was donated raises ValueError.
+
+    A subclass is a TypeError: what carries more is a NamedTuple with these three fields and its own.
     """
 
     __slots__ = ("_ended", "_fields_made", "_unseen")
@@ -51,6 +55,13 @@ class State(Sequence):
 
     def __init__(self, step: tree.Tree, params: tree.Tree, opt: tree.Tree):
         self._fields_made, self._unseen, self._ended = (step, params, opt), None, None
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError(
+            f"class {cls.__name__}: got a subclass of State, wanted State itself or a NamedTuple, as trees would take "
+            f"an object of a subclass for one leaf; to carry more, write class {cls.__name__}(NamedTuple) with the "
+            "fields step, params, opt and your own"
+        )
 
     @classmethod
     def unseen(cls, made: Unseen) -> State:
@@ -212,6 +223,19 @@ def moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, togeth
     _, leaves, spec = tree.flatten(values)
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
     return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wires, together))
+
+
+def lying_as(new: State, old: Any) -> State:
+    """A new state, known to lie as the old one where that is known, for what comes after it in the same trace.
+
+    These are statements like all others: the check proves what is computed by them, and takes none for granted.
+    """
+    _, leaves, spec = tree.flatten(new)
+    _, before, given = tree.flatten(State(old.step, old.params, old.opt))
+    if spec != given:  # of an optimizer of one's own; who jits the step is told
+        return new
+    known = [alike(x, y) if x.shape == y.shape else x for x, y in zip(leaves, before, strict=True)]
+    return tree.unflatten(spec, known)
 
 
 def require_state(state: Any, batch: Any) -> None:

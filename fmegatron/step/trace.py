@@ -8,6 +8,7 @@ recorded on a laptop. Each node knows the line of the user's code that it comes 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import traceback
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fmegatron import collectives, tree
 from fmegatron.layout import dtype_name
@@ -41,7 +43,7 @@ from fmegatron.step.torch_private import (
     quiet_about_shapes,
     recording,
 )
-from fmegatron.tree.labels import label_of, labelled
+from fmegatron.tree.labels import alike, label_of, labelled
 
 __all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "record", "recorded", "trace"]
 
@@ -53,7 +55,8 @@ _TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PRODUCTS = os.path.abspath(weight.__file__)  # who multiplies says more than how
 _CONTEXTS = os.path.abspath(contextlib.__file__)  # between a context and whoever opened it
-_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, "<")
+_COPY = os.path.abspath(copy.__file__)  # of Python, which users call
+_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, _COPY, "<")
 
 
 @dataclass
@@ -157,6 +160,7 @@ def record(mode, name: str) -> Iterator[Recorder]:
         fx_traceback.preserve_node_meta(),
         recording() as recorder,
         _Lines(),
+        _Copies(),
     ):
         yield recorder
 
@@ -255,6 +259,22 @@ class _Lines(TorchDispatchMode):
             if not any(note.startswith(_FAILED) for note in getattr(e, "__notes__", ())):
                 e.add_note(f"{_FAILED}{func.name().partition('::')[2]} got {_words(args, kwargs)}")
             raise
+
+
+class _Copies(TorchFunctionMode):
+    """What Python's copy and pickle make of tensors while a step is traced; left alone, fakes of another trace."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
+            x: torch.Tensor = args[0]
+            with torch.no_grad():
+                return alike(x.clone(), x).requires_grad_(x.requires_grad)
+        if func is torch.Tensor.__reduce_ex__:
+            raise ValueError(
+                f"{line_here()}: got a shallow copy or a pickle of a tensor (copy.copy, pickle, torch.save), wanted "
+                "none, as while a step is traced a tensor has no values; x.clone() copies one"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _words(args, kwargs) -> str:

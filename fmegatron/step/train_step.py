@@ -15,7 +15,7 @@ from fmegatron.step.accumulate import accumulated, alone, require_parts
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.reduce import reduce_gradients
-from fmegatron.step.state import State, moved, placements, require_optimizer, require_state, state_specs
+from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.trace import described
 from fmegatron.tree.spec import strategy_of
 
@@ -146,7 +146,7 @@ def build_train_step(
             params = tree.map(
                 lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params
             )
-        return State(state.step + 1, params, opt), {**metrics, "grad_norm": norm}
+        return lying_as(State(state.step + 1, params, opt), state), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
     specs = state_specs(specs, optimizer, strategy)

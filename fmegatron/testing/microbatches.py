@@ -41,7 +41,7 @@ def cuts_of(many: fx.Graph, one: fx.Graph, layouts: list[Layout | None]) -> list
     found = []
     inputs = (graph.find_nodes(op="placeholder") for graph in (many, one))
     for i, (node, twin, layout) in enumerate(zip(*inputs, layouts, strict=True)):
-        if layout is None:
+        if layout is None or layout.flat:  # a range has no rows
             continue
         for dim in range(len(layout.spec)):
             local, size = layout.local_shape(0)[dim], layout.shape[dim]

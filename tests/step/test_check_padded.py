@@ -74,6 +74,12 @@ def clipped(xs):
     return [xs[0] * (1.0 / norm.clamp(min=1.0)), norm]
 
 
+def into_zeros(xs, number=0.0):
+    out = torch.full((4, 8), number)
+    out[:, 2:6] = xs[0]
+    return [out]
+
+
 RIGHT = {
     "gather": (lambda xs: all_gather_many(xs, FSDP, PLACES), SHARDS, WHOLE),
     "gradient of a gather": (gradient(lambda xs: all_gather_many(xs, FSDP, PLACES), 7), (*SHARDS, *PENDING), SHARDS),
@@ -104,12 +110,22 @@ RIGHT = {
         lambda xs: [all_to_all(3 * all_to_all(xs[0], FSDP, 1, 2) - 1e-3 * all_to_all(xs[0], FSDP, 1, 2), FSDP, 2, 1)],
         (lay((2, 6, 10), None, None, "fsdp"),), (lay((2, 6, 10), None, None, "fsdp"),),
     ),
+    "zeros, padded or not": (lambda xs: [torch.zeros_like(xs[0])] * 2, (ROWS,), (ROWS, lay((12, 4), "fsdp"))),
+    "zeros beside a shard": (lambda xs: [torch.cat([xs[0] * 0, xs[0]], 1)], (ROWS,), (lay((10, 8), "fsdp"),)),
+    "zeros into which a shard is written": (into_zeros, (ROWS,), (lay((10, 8), "fsdp"),)),
+    "norms, one of zeros": (
+        lambda xs: [psum(torch.stack([x.square().sum() for x in (xs[0], 0 * xs[0])]), FSDP).sum().sqrt()],
+        (ROWS,), (SCALAR,),
+    ),
+    "ones of no padding": (lambda xs: [torch.ones_like(xs[0])], (ROWS,), (lay((12, 4), "fsdp"),)),
     "all finite": (lambda xs: [psum((~xs[0].isfinite()).sum(), FSDP)], (ROWS,), (SCALAR.replace(dtype=torch.int64),)),
 }  # fmt: skip
 WRONG = {
     "a mean": lambda xs: [psum(xs[0].mean(), FSDP) / 3],
     "something added": lambda xs: [xs[0] + 1e-3],
     "exp": lambda xs: [xs[0].exp()],
+    "ones": lambda xs: [torch.ones(4, 4)],
+    "exp of zeros": lambda xs: [xs[0] + (0 * xs[0]).exp()],
     "a plain gather": lambda xs: [all_gather(xs[0], FSDP, 0)],
     "a plain gather, cut off": lambda xs: [all_gather(xs[0], FSDP, 0)[:10]],
     "a cut of a pending sum": lambda xs: [shard(xs[0].mT @ xs[0], FSDP, Place((0,), true=((0, (4,)),)))],
@@ -118,12 +134,15 @@ SAYS = {
     "a mean": "a mean over a dim whose shards have padding counts it",
     "something added": "padding of the output .* is 0.001.*, zeros must stay zeros",
     "exp": "padding of the output .* is 1.0, zeros must stay zeros",
+    "ones": "padding of the output .* is 1.0, zeros must stay zeros",
+    "exp of zeros": "padding of the output .* is 1.0, zeros must stay zeros",
     "a plain gather": "brings padding along",
     "a plain gather, cut off": "brings padding along",
     "a cut of a pending sum": "cut over 'fsdp': cut takes a part of a value that is partial",
 }
 OUT_OF_WRONG = {
-    "a mean": SCALAR, "something added": ROWS, "exp": ROWS, "a plain gather": lay((12, 4)),
+    "a mean": SCALAR, "something added": ROWS, "exp": ROWS, "ones": ROWS,
+    "exp of zeros": ROWS, "a plain gather": lay((12, 4)),
     "a plain gather, cut off": lay((10, 4)), "a cut of a pending sum": lay((4, 4), "fsdp"),
 }  # fmt: skip
 UNPROVEN = {
@@ -135,6 +154,7 @@ UNPROVEN = {
     "a sum over what an all_to_all brought": (
         lambda xs: [all_to_all(all_to_all(xs[3], FSDP, 0, 1).softmax(1), FSDP, 1, 0)], lay((6, 10), None, "fsdp")
     ),
+    "ones into which a shard is written": (lambda xs: into_zeros(xs, 1.0), lay((10, 8), "fsdp")),
     "by another number": (
         lambda xs: [xs[0] + shard(xs[2], FSDP, PLACES[0]) * axis_index(FSDP)], ROWS
     ),
@@ -210,6 +230,13 @@ def test_the_table_by_trying(name):
             made = CALLS[name](*(torch.tensor(v, dtype=torch.float64) for v in values)).item()
             assert made == number, (name, operands, values)
     assert claimed
+
+
+def test_what_is_open_over_one_axis_is_known_over_others():
+    """Of ranges of rows that another axis splits, nothing is known over the axis of the ranges: the other one stays."""
+    rows = lay((4, 7), "dp", flat=("fsdp",))
+    found = report(lambda xs: [xs[0] * psum(xs[0].exp().sum(), A["dp", "fsdp"])], (rows,), (rows,))
+    assert not found.findings and [one.axes for one in found.unproven] == [("fsdp",)], str(found)
 
 
 def test_ranks_of_padding_alone():

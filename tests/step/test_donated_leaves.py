@@ -186,6 +186,40 @@ def test_memory_of_numpy_is_not_written():
     assert array.tolist() == [1, 1] and state["w"].tolist() == [4, 4]
 
 
+STORAGES = {
+    "untyped": lambda x: x.untyped_storage(),
+    "typed": lambda x: x.storage(),  # which holds an untyped one
+    "in a list": lambda x: [x.untyped_storage(), x.untyped_storage()],
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_storage_that_is_held_is_not_written(name):
+    """The object that Python has for memory is counted, which torch's own count of the memory does not see."""
+    state = {"a": torch.ones(3), "b": torch.ones(3)}
+    held, where = STORAGES[name](state["a"]), state["b"].data_ptr()
+    step = twice()
+    state = step(state)
+    first = held[0] if name == "in a list" else held
+    assert torch.empty(0).set_(first, 0, (3,)).tolist() == [1, 1, 1]
+    assert state["a"].tolist() == [2, 2, 2] and state["b"].data_ptr() == where  # the other one went on
+
+    held, where = STORAGES[name](state["a"]), state["a"].data_ptr()
+    del held, first  # let go: its memory goes on again
+    state = step(state)
+    assert state["a"].data_ptr() == where and state["a"].tolist() == [4, 4, 4]
+
+
+def test_a_storage_of_pieces_that_is_held_is_not_written():
+    pieces = torch.ones(4).split(2)
+    state = {"a": pieces[0].detach(), "b": pieces[1].detach(), "c": torch.ones(1)}
+    memory = pieces[0].untyped_storage()
+    del pieces
+    state = twice()(state)
+    assert torch.empty(0).set_(memory, 0, (4,)).tolist() == [1] * 4 and state["b"].tolist() == [2, 2]
+
+
 def test_pieces_of_one_tensor():
     """Their owner keeps it as it was; without an owner they may be donated as any others."""
     flat = torch.ones(6)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, compiled_layer, jit, state_specs, value_and_grad
+from fmegatron.step import State, build_train_step, compiled_layer, jit, state_specs, value_and_grad
 from fmegatron.testing import simulate
 from tests.fresh_state import fresh_state
 from tests.step.tiny import line_of
@@ -232,6 +233,29 @@ def test_states_of_other_types_with_the_same_fields():
     state = fresh_state(params(), OPTIMIZER)
     step = build_train_step(good, OPTIMIZER, LAYOUTS, Axes(ONE))
     assert step(Mine(state), batch())[0].step == 1
+
+
+def test_a_subclass_of_state():
+    with pytest.raises(
+        TypeError, match=r"class More: got a subclass of State, .*; to carry more, write class More\(Na"
+    ):
+        type("More", (State,), {})
+
+    class More(NamedTuple):
+        step: Any
+        params: Any
+        opt: Any
+        seed: Any
+
+    state = fresh_state(params(), OPTIMIZER)
+    train_step = build_train_step(good, OPTIMIZER, LAYOUTS, Axes(ONE))
+
+    def step(more, batch):
+        new, metrics = train_step(more, batch)
+        return more._replace(**new._asdict(), seed=more.seed + 1), metrics
+
+    got, _ = jit(step, donate=0, backend="eager")(More(*state, torch.zeros(())), batch())
+    assert type(got) is More and got.step == got.seed == 1
 
 
 @pytest.mark.parametrize(

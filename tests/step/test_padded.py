@@ -93,6 +93,16 @@ def test_own_module_all(case):
     prove(mesh, name, OPTIMIZERS[optimizer], microbatches)
 
 
+def test_a_mistake_beside_ranges_is_blamed():
+    """A leaf in ranges of the flattened block has no rows that microbatches could cut."""
+    layout = Layout((6, 7), torch.float64, Mesh(fsdp=4), flat=("fsdp",), padded=True)
+    with pytest.raises(AssertionError, match=r"meaning is lost at\n  test_padded.py"):
+        assert_parity(
+            lambda mesh: lambda x: x.square().sum() * mesh.size, Mesh(fsdp=4), torch.ones(6, 7, dtype=torch.float64),
+            layouts=(layout,),
+        )  # fmt: skip
+
+
 # ---- a decoder, against torch.optim ----------------------------------------------------------------------------------
 DECODER = mixed(NAMES, (Mesh(fsdp=3), Mesh(fsdp=6), Mesh(dp=2, fsdp=3), Mesh(fsdp=3, tp=2)), (1, 2), (None, 0.05))
 

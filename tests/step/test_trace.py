@@ -1,14 +1,17 @@
 """The recorded graph: where each node comes from, no wait for the device, and what is refused, naming the line."""
 
+import copy
 import itertools
+import pickle
 import re
 
 import pytest
 import torch
 
+from fmegatron import tree
 from fmegatron.collectives import Axes, psum
-from fmegatron.layout import Mesh
-from fmegatron.step import compiled_layer, jit, trace, value_and_grad
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import State, compiled_layer, jit, trace, value_and_grad
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.testing import assert_pure
 from tests.step import tiny
@@ -169,6 +172,32 @@ def test_temporaries_may_be_changed_and_containers_are_copies():
     assert assert_pure(jit(f), p)["w"].tolist() == [4, 4]
 
 
+def test_deep_copies():
+    """A copy of a tensor, or of a state, is a copy in the graph: with its line, its layout, and no gradient back."""
+    layout = Layout((3,), torch.float32, Mesh())
+    seen = []
+
+    def f(state):
+        old = copy.deepcopy(state)  # HERE deepcopy
+        one, other = copy.deepcopy([state.opt, state.opt])
+        seen.append((tree.layouts(old.params), one is other))
+        new = state._replace(params=tree.map(lambda x: x * 2, state.params))
+        return new, {"moved": (new.params["w"] - old.params["w"]).sum()}
+
+    w = torch.ones(3)
+    traced = trace(f, (State(torch.zeros(()), tree.place({"w": w}, layout), w),))
+    assert tiny.line_of(__file__, "deepcopy") in {n.meta["at"] for n in traced.graph_module.graph.nodes
+                                                    if "clone" in str(n.target)}  # fmt: skip
+    assert seen == [({"w": layout}, True)]
+    new, metrics = assert_pure(jit(f, backend="eager"), State(torch.zeros(()), {"w": w}, w))
+    assert new.params["w"].tolist() == [2, 2, 2] and metrics["moved"] == 3
+
+    def loss(p, x):
+        return (p["w"] * copy.deepcopy(p["w"]) * x).sum()
+
+    assert jit(value_and_grad(loss), backend="eager")({"w": 3 * w}, w)[1]["w"].tolist() == [3, 3, 3]
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 CONSTANT = torch.ones(2)
 
@@ -206,6 +235,21 @@ def closes_over(x):
 def test_refused(f, message):
     marks = {mark: tiny.line_of(__file__, mark) for mark in ("if", "item", "mask", "closure")}
     with pytest.raises(ValueError, match=message.format(**marks)):
+        jit(f, backend="eager")(torch.ones(2))
+
+
+def shallow(x):
+    return copy.copy(x)  # HERE shallow
+
+
+def pickled(x):
+    return pickle.loads(pickle.dumps(x))  # HERE pickled
+
+
+@pytest.mark.parametrize("f", [shallow, pickled])
+def test_copies_that_are_refused(f):
+    line = tiny.line_of(__file__, f.__name__)
+    with pytest.raises(ValueError, match=rf"{line}: got a shallow copy or a pickle of a tensor .*; x.clone\(\) copies"):
         jit(f, backend="eager")(torch.ones(2))
 
 

@@ -122,7 +122,7 @@ def _narrowed(scope, node, vague: list[Somewhere], values: Sequence[Value], out:
     if lost:
         return Wrong(node, "combines values that are replicated and sharded", "gather the one, or shard the other")
     dims = tuple(sorted(left)) if left else None
-    return vague[0]._replace(dims=dims, or_sum=all(m.or_sum for m in vague))
+    return vague[0]._replace(dims=dims, or_sum=all(m.or_sum for m in vague), reduced=any(m.reduced for m in vague))
 
 
 def _fills(value: Value, d: int, out: Value) -> bool:

@@ -114,7 +114,8 @@ def _strip(atom: Atom, axes: frozenset[str]) -> Atom:
     if not atom.sharded & axes:
         return atom
     left = None if atom.axes is None else tuple(a for a in atom.axes if a not in axes)
-    inner = tuple(_strip(a, axes) for a in atom.inner) if left else ()
+    inner = tuple(_strip(a, axes) for a in atom.inner)
+    inner = inner if left or over(inner) else ()  # other axes may shard what a flattened dim is made of
     runs = tuple(tuple(_strip(a, axes) for a in run) for run in atom.runs)
     return Atom(atom.size, left, atom.cuts if left else frozenset(), inner, runs, atom.counted, atom.fold)
 

@@ -125,7 +125,8 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
         others = [v for v in others if not ((v.equal_terms or v.portion.get(axis) == "exact") and v.replicated(axis))]
         if not others:
             return first
-        if any(isinstance(v.marks.get(axis), Somewhere) and v.marks[axis].or_sum for v in others):
+        vague = [mark for v in others if isinstance(mark := v.marks.get(axis), Somewhere)]
+        if any(mark.or_sum or mark.reduced for mark in vague):
             return scope.unknown(node, "adds a pending sum and a value that is sharded or a pending sum")
         if any(not v.replicated(axis) for v in others):
             return suspected(node, f"adds a pending sum and a value that is {_state(others, axis)}",

@@ -5,6 +5,9 @@ it out. In between the rules below state what an op makes of it. They are a tabl
 known an op is computed; where an operand is the same on all ranks and not known, it is taken as a finite number that is
 not zero, for elsewhere it met true elements, which are then no numbers either. A sum over a dim with padding is right
 where that is zero, a mean is not, and the padding of a state must stay zero.
+
+A value whose elements are all one number is that number in its padding too, if it has any. Zeros (the gradient of a
+parameter that is not used) are as well a shard with padding as one without: nothing is noted of them.
 """
 
 from __future__ import annotations
@@ -117,8 +120,17 @@ def after(scope: Scope, node: Node, found: Any) -> Any:
 def overwritten(value: Value, before: Value, new: Value | None) -> Value:
     """A value of which a part was written."""
     axes = {*before.pads, *(new.pads if new is not None else ())}
-    same = [axis for axis in axes if new is not None and new.pads.get(axis) == before.pads.get(axis)]
-    return replace(value, pads={a: before.pads[a] if a in same else _ANYTHING for a in axes}) if axes else value
+    if value.constant == 0 or not axes:
+        return value
+    pads = {axis: _held(before, axis) for axis in axes}
+    kept = [axis for axis, one in pads.items() if one is not None and new is not None and one == _held(new, axis)]
+    return replace(value, pads={axis: pads[axis] if axis in kept else _ANYTHING for axis in axes})
+
+
+def _held(value: Value, axis: str) -> Padding | None:
+    """The padding of a value over an axis: of one that is a number everywhere that number. None where it has none."""
+    number = value.constant
+    return value.pads.get(axis) or (Padding(float(number)) if isinstance(number, int | float) else None)
 
 
 def _flat(value: Any) -> list[Value]:
@@ -129,7 +141,7 @@ def _one(scope: Scope, node: Node, out: Value, sources: list[Value], padded: lis
     name, pads, marks = op_name(node).rstrip("_"), {}, {}
     pointwise = isinstance(node.target, Op) and torch.Tag.pointwise in node.target.tags
     for axis in padded:
-        if out.is_(axis, *_OPEN):
+        if out.is_(axis, *_OPEN) or out.constant == 0:
             continue
         if out.constant is not None:
             pads[axis] = Padding(float(out.constant))
@@ -240,6 +252,8 @@ def _moved(
     """padding: the axes of the place along which shards have padding. exchange: the dims that an all_to_all splits and
     gathers."""
     pads, marks = dict(x.pads), {}
+    if out.constant == 0:
+        return out
     if name in ("psum", "reduce_scatter"):  # of terms: of zeros it is zero, of other numbers another
         pads = {a: p if p.number == 0 else _ANYTHING for a, p in pads.items()}
     elif name in ("all_to_all_rows", "ppermute", "axis_index"):
@@ -274,9 +288,9 @@ def at_output(scope: Scope, node: Node, value: Value, want: Value, axis: str, pa
     """What is wrong with the padding of an output over an axis, of which nothing else is; None for nothing."""
     if value.constant == 0 or axis in value.marks:
         return None
-    got = value.pads.get(axis)
+    got = _held(value, axis)
     if axis not in want.pads:
-        if got is not None and axis in want.sharded:
+        if got is not None and value.constant is None and axis in want.sharded:
             return Wrong(node, f"the output {path} has padding, its layout has none", "give it the layout that it has")
         return None
     if got is None or got.number is None:

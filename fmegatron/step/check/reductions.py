@@ -74,7 +74,8 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
         out = _unfolded(scope, node, out, fold, kind, marks)
     out = out.marked(more | {a: m for a, m in marks.items() if m is not None or a in x.marks})
     if kind == "mean":
-        means = [a for a, m in marks.items() if isinstance(m, Pending) and a in summed]
+        crossed = [a for a in marks if a in summed or x.is_(a, Somewhere)]  # of a part of which rows are not told, too
+        means = [a for a in crossed if isinstance(marks[a], Pending)]
         out = raised(out, means, 1, node, "mean over a sharded dim divides by the local size only")
     return out
 
@@ -87,7 +88,7 @@ def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind:
         if mark.or_sum or (mark.dims is None and len(gone) < len(x.dims)) or (gone & set(mark.dims or ())) not in (
             set(), set(mark.dims or ())
         ):  # fmt: skip
-            return mark._replace(dims=None)
+            return mark._replace(dims=None, reduced=True)
         if mark.dims is not None and not gone & set(mark.dims):
             return mark._replace(dims=None)
         crosses = True

@@ -56,12 +56,13 @@ class Somewhere(NamedTuple):
     """Sharded on one of these dims (None: any), and shapes do not determine on which.
 
     group: the axes that are there together, major first.  or_sum: or a pending sum, if the dim that was sharded is one
-    that was summed.
+    that was summed.  reduced: some of the dims that it may have been were reduced, so that it may be pending too.
     """
 
     dims: tuple[int, ...] | None = None
     group: tuple[str, ...] = ()
     or_sum: bool = False
+    reduced: bool = False
     words = "sharded"
 
 
