@@ -99,7 +99,7 @@ class Form:
         self.batch = tree.place(self.batch, rows, world.rank)
         specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
         layouts = tree.layouts(specs)
-        optimizer = optimizer_of(optimizer, config, step.placements(layouts, strategy).optim, axes)
+        optimizer = optimizer_of(optimizer, config)
         loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=save)
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
@@ -145,11 +145,11 @@ def gathers_ahead(launches: list[str]) -> int:
     return sum(any(name[0] in "FB" for name in names) for names in between)
 
 
-def optimizer_of(name: str, config, layouts, axes):
-    """The optimizers that are compared; `layouts` as the optimizer sees the parameters."""
+def optimizer_of(name: str, config):
+    """The optimizers that are compared."""
     if name == "adamw":
         return optim.adamw(LR)
-    return optim.muon(LR, layouts, axes, parts=optim.fused_parts(model.layouts(config, Mesh(tp=1))))
+    return optim.muon(LR, parts=optim.fused_parts(model.layouts(config, Mesh(tp=1))))
 
 
 def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: int) -> dict:

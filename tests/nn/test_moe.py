@@ -190,7 +190,7 @@ def refusing(mesh, rows):
         return loss, {"loss": psum(loss.detach(), data), "overflow": psum(stats["overflow"], data)}
 
     strategy = DataParallel(EP)
-    optimizer = optim.skip_nonfinite(optim.adamw(1e-2), layouts, axes)
+    optimizer = optim.skip_nonfinite(optim.adamw(1e-2))
     return build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy), state_specs(specs, optimizer)
 
 

@@ -201,8 +201,7 @@ def test_reduce_gradients():
     assert pending == {"both": (), "fsdp": ("dp",), "tp": ("dp", "fsdp"), "none": ("dp", "fsdp")}
     grads = {name: torch.randn(4, 4, dtype=torch.float64) for name in specs}
     raw = tree.map(lambda layout: raw_gradient_layout(layout, ("dp", "fsdp")), layouts)
-    axes = Axes(mesh)
-    sim = simulate(lambda g: reduce_gradients(g, layouts, axes), mesh, grads, layouts=(raw,), out_layouts=layouts)
+    sim = simulate(reduce_gradients, mesh, grads, layouts=(raw,), out_layouts=layouts)
     for name, got in sim.globals().items():
         torch.testing.assert_close(got, grads[name], rtol=1e-14, atol=1e-15, msg=name)
 
