@@ -188,9 +188,9 @@ class MoE(PerToken):
         self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
-        tp, cp, ep, E = axes["tp"], axes.sequence, axes[self.ep], self.router.experts
+        tp, cp, ep = axes["tp"], axes.sequence, axes[self.ep]
         data = axes[tuple(name for name in axes.data if name not in cp.names)]
-        v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, cp, axes[axes.data]
+        v_BSD, sequence, token_axes = u_BSD, cp, axes[axes.data]
         if folded := "tp" in ep.names:
             if not split:
                 raise ValueError(
@@ -199,9 +199,10 @@ class MoE(PerToken):
                 )
             sequence, token_axes = axes[(*cp.names, "tp")], axes[(*axes.data, "tp")]
         elif split:
-            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
+            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, routing.gates, routing.experts))
+            routing = routing._replace(gates=gates, experts=experts)
         else:
-            v_BSD, gates = enter(u_BSD, tp), enter(gates, tp)
+            v_BSD, routing = enter(u_BSD, tp), routing._replace(gates=enter(routing.gates, tp))
         own = {k: w[k] for k in ("up", "down", "bias_up", "bias_down") if k in w}
         own = nn.expert_weights(own, ep, token_axes)
         apply = functools.partial(self._experts, tp=axes[()] if folded else tp)
@@ -212,13 +213,11 @@ class MoE(PerToken):
                     "ones, of which a part is dropped; leave capacity out"
                 )
             S = v_BSD.shape[1]
-            room = min(S, math.ceil(self.capacity * S * self.router.top_k / E))
-            y_BSD, found = nn.with_capacity(v_BSD, gates, experts, own, apply, E, ep, data, room)
+            room = min(S, math.ceil(self.capacity * S * self.router.top_k / self.router.experts))
+            y_BSD, found = nn.with_capacity(v_BSD, routing, own, apply, ep, data, room)
         else:
             again = step.remat if self.chunks > 1 else None
-            y_BSD, found = nn.dropless(
-                v_BSD, gates, experts, own, apply, E, ep, data, sequence, self.rows, self.chunks, again
-            )
+            y_BSD, found = nn.dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)
         if not folded:
             y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
         wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()

@@ -1,6 +1,6 @@
 """Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-Symbols, theirs to ours: μ -> momentum; B -> m; NS5 -> `orthogonalize`; (a, b, c) -> coefficients.
+Symbols, theirs to ours: μ -> momentum; B -> m; NS5 -> `orthogonalize`; (a, b, c) -> COEFFICIENTS.
 """
 
 import math
@@ -40,7 +40,6 @@ def muon(
     share: tuple[str, ...] = (),
     matrices: Where | None = None,
     rules: Sequence[tuple[str, Group]] = (),
-    adam: Transform | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
@@ -59,7 +58,6 @@ def muon(
         matrices: the leaves that `scale_by_muon` updates, a function of the path or a list of regular expressions; by
             default `is_hidden_matrix`.
         rules: those of `grouped` (rates, decay, frozen leaves).
-        adam: the transform of the other leaves, by default `scale_by_adam()`.
         dtype: of Muon's iteration, and of what is exchanged for it (`scale_by_muon`).
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
@@ -69,7 +67,7 @@ def muon(
         weight_decay=weight_decay,
         choose=lambda path: "muon" if selects(path) else "adam",
         muon=scale_by_muon(momentum, nesterov, scale=scale, parts=parts, share=share, dtype=dtype),
-        adam=scale_by_adam() if adam is None else adam,
+        adam=scale_by_adam(),
     )
 
 
@@ -82,7 +80,6 @@ def scale_by_muon(
     parts: Sequence[tuple[str, Parts]] = (),
     share: tuple[str, ...] = (),
     steps: int = 5,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Transform:
@@ -105,7 +102,6 @@ def scale_by_muon(
             by 2. `fused_parts` reads them from layouts.
         share: further axes over which the matrices are divided.
         steps: of the iteration, 1 to 99.
-        coefficients: (a, b, c) of the iteration.
         eps: the least norm that a matrix is divided by.
         dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16
             also on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
@@ -146,7 +142,7 @@ def scale_by_muon(
         layouts = [known[path] for path in paths]
         narrow = [u if u.dtype == torch.float64 else u.to(dtype) for u in leaves]  # before the exchange: half the bytes
         done = on_whole_matrices(
-            lambda x: orthogonalize(x, steps, coefficients, eps),
+            lambda x: orthogonalize(x, steps, eps),
             narrow,
             layouts,
             share,
@@ -161,7 +157,6 @@ def scale_by_muon(
 def orthogonalize(
     x: torch.Tensor,
     steps: int = 5,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> torch.Tensor:
     """The nearest orthogonal matrix U Vᵀ of each x = U S Vᵀ, roughly: singular values end in about 0.7 to 1.2.
@@ -173,13 +168,13 @@ def orthogonalize(
     That is 4 m² n + 2 m³ FLOPs a step. Where n >= 2 m, three steps at a time are done on Gram matrices only
     (`_steps_on_gram`): 5 steps cost 8 m² n + 28 m³ instead of 20 m² n + 10 m³.
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     X = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
     X = X / X.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=eps)
     if X.shape[-1] >= 2 * X.shape[-2]:
         for done in range(0, steps, _AT_ONCE):
-            X = _steps_on_gram(X, min(_AT_ONCE, steps - done), coefficients)
+            X = _steps_on_gram(X, min(_AT_ONCE, steps - done))
     else:
         for _ in range(steps):
             A = torch.bmm(X, X.mT)
@@ -187,13 +182,13 @@ def orthogonalize(
     return (X.mT if tall else X).reshape(x.shape)
 
 
-def _steps_on_gram(X: torch.Tensor, steps: int, coefficients: tuple[float, float, float]) -> torch.Tensor:
+def _steps_on_gram(X: torch.Tensor, steps: int) -> torch.Tensor:
     """Steps of the iteration in which only the first and the last product have the long side of X[k, m, n].
 
     Each step multiplies X from the left by aI + Z, Z = b A + c A², and so A by it from both sides; all of these are
     polynomials of the first A and commute. Their product is q I + W. The identity is kept apart, where bf16 is exact.
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     A = torch.bmm(X, X.mT)
     q, W = 1.0, None
     for step in range(steps):

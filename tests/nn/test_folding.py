@@ -15,6 +15,7 @@ from fmegatron.layout import Layout, Mesh, folded
 from fmegatron.nn import grouped_matmul
 from fmegatron.nn.context_parallel import ring_attention
 from fmegatron.nn.moe import dropless, expert_weights
+from fmegatron.nn.router import Routing
 from fmegatron.step import check, value_and_grad
 from fmegatron.testing import parity
 from tests.pairs import few
@@ -61,14 +62,14 @@ def make_step(fold):
         h_BSD = b["x"] + psum(o_BSHK.flatten(2) @ w["out"], tp)
         h_BSD, target = shard(h_BSD, over_tp, 1), shard(b["target"], over_tp, 1)
         router = enter(w["router"], over_tp)
-        gates, chosen = (h_BSD @ router).softmax(-1).topk(2, -1)
+        probs = (h_BSD @ router).softmax(-1)
         own = expert_weights({name: w[name] for name in ("up", "down")}, ep, dealt)
 
         def apply(own, x_MD, ends_X, expert_M):
             h_MF = torch.tanh(grouped_matmul(enter(x_MD, etp), own["up"], ends_X))
             return psum(grouped_matmul(h_MF, own["down"], ends_X), etp)
 
-        y_BSD, stats = dropless(h_BSD, gates, chosen, own, apply, E, ep, dp, sequence)
+        y_BSD, stats = dropless(h_BSD, Routing(*probs.topk(2, -1), probs), own, apply, ep, dp, sequence)
         loss = (h_BSD + y_BSD - target).square().sum() / (B * S)
         return psum(loss, over_tp), {"loss": psum(loss.detach(), dealt), "sent": psum(stats["sent"], dealt)}
 

@@ -35,7 +35,6 @@ def soap(
     weight_decay: float = 0.1,
     matrices: Where | None = None,
     rules: Sequence[tuple[str, Group]] = (),
-    adam: Transform | None = None,
 ) -> Optimizer:
     """SOAP for the hidden matrices, AdamW for everything else, on any mesh.
 
@@ -52,7 +51,6 @@ def soap(
         matrices: the leaves that `scale_by_soap` updates, a function of the path or a list of regular expressions; by
             default `is_hidden_matrix`.
         rules: those of `grouped`.
-        adam: the transform of the other leaves, by default `scale_by_adam(b1, b2, eps)`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -61,7 +59,7 @@ def soap(
         weight_decay=weight_decay,
         choose=lambda path: "soap" if selects(path) else "adam",
         soap=scale_by_soap(b1, b2, eps, max_dim),
-        adam=scale_by_adam(b1, b2, eps) if adam is None else adam,
+        adam=scale_by_adam(b1, b2, eps),
     )
 
 
