@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -68,15 +68,15 @@ def attend(
         )
     if scale is not None:  # the forms divide by sqrt(K)
         q_BSHK = q_BSHK * (scale * q_BSHK.shape[-1] ** 0.5)
-    given = (q_BSHK, k_BTGK, v_BTGK, at.positions, at.documents)
-    how: dict[str, Any] = {"window": window, "softcap": softcap, "sinks_H": sinks_H}
+    given = (q_BSHK, k_BTGK, v_BTGK, nn.Causal(at.positions, at.documents, window, balanced))
+    how = (softcap, sinks_H)
     if form == "gathered":
-        return nn.gathered_attention(*given, cp, **how)
+        return nn.gathered_attention(*given, cp, *how)
     if form == "ulysses":
-        return nn.ulysses_attention(*given, cp, **how, tp=axes["tp"])
+        return nn.ulysses_attention(*given, cp, *how, axes["tp"])
     if form in ("two_level", "two_level_balanced"):
-        return nn.two_level_attention(*given, axes["cp"], axes["cpi"], **how, balanced=balanced, tp=axes["tp"])
-    return nn.ring_attention(*given, cp, **how, balanced=balanced)
+        return nn.two_level_attention(*given, axes, *how)
+    return nn.ring_attention(*given, cp, *how)
 
 
 def visible_of(at: At, window: int | None) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, axis_index, enter, psum, shard
 from fmegatron.layout import Layout, Mesh, folded
-from fmegatron.nn import grouped_matmul
+from fmegatron.nn import Causal, grouped_matmul
 from fmegatron.nn.context_parallel import ring_attention
 from fmegatron.nn.moe import dropless, expert_weights
 from fmegatron.nn.router import Routing
@@ -58,7 +58,7 @@ def make_step(fold):
     def loss_fn(w, b):
         q, k, v = ((enter(b["x"], tp) @ one).unflatten(-1, (-1, K)) for one in w["qkv"].unbind(0))
         positions = torch.arange(S // cp.size) + axis_index(cp) * (S // cp.size)
-        o_BSHK = ring_attention(q, k, v, positions, None, cp)
+        o_BSHK = ring_attention(q, k, v, Causal(positions), cp)
         h_BSD = b["x"] + psum(o_BSHK.flatten(2) @ w["out"], tp)
         h_BSD, target = shard(h_BSD, over_tp, 1), shard(b["target"], over_tp, 1)
         router = enter(w["router"], over_tp)
