@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -257,7 +257,7 @@ def stream(
         )
     if rows is not None and len(rows) != len(texts):
         raise ValueError(f"rows: got {len(rows)} numbers, wanted one for each of the {len(texts)} prompts")
-    return _stream(of, texts, count, how, key, rows, _ids(stop_ids), tuple(stop_texts), tokenizer)
+    return _stream(of, texts, count, how, key, rows, _Ends(_ids(stop_ids), tuple(stop_texts), tokenizer))
 
 
 def _ids(stop_ids: Any) -> frozenset[int]:
@@ -271,6 +271,25 @@ def _ids(stop_ids: Any) -> frozenset[int]:
     raise ValueError(f"stop_ids: got {stop_ids!r:.80}, wanted integers; pass stop_ids=(id,)")
 
 
+class _Ends(NamedTuple):
+    """What ends a row. tokenizer: of the texts, and whose ids may be chosen."""
+
+    ids: frozenset[int]
+    texts: tuple[str, ...]
+    tokenizer: Tokenizer | None
+
+    def hear(self, spoken: list[Spoken], ids: list[int], ended: list[bool]) -> list[Spoken]:
+        """What the rows have said with these ids; those that have ended say no more."""
+        if self.tokenizer is None or not self.texts:
+            return spoken
+        now = zip(spoken, ids, ended, strict=True)
+        return [one if over else hear(one, id, self.tokenizer) for one, id, over in now]
+
+    def at(self, id: int, spoken: Spoken) -> bool:
+        """Whether a row ends with this id."""
+        return id in self.ids or any(stop in spoken.recent(stop) for stop in self.texts)
+
+
 def _stream(
     of: Inference,
     texts: list[Tensor],
@@ -278,12 +297,10 @@ def _stream(
     how: Choice,
     key: int,
     rows: Sequence[int] | None,
-    stop_ids: frozenset[int],
-    stop_texts: tuple[str, ...],
-    tokenizer: Tokenizer | None,
+    ends: _Ends,
 ) -> Iterator[Tensor]:
     device, tp, B = of.weights["embed"]["table"].device, of.axes["tp"], len(texts)
-    V = min(of.decoder.vocab_size, of.decoder.vocab_size if tokenizer is None else tokenizer.vocab_size)
+    V = min(of.decoder.vocab_size, of.decoder.vocab_size if ends.tokenizer is None else ends.tokenizer.vocab_size)
     numbers_B = torch.tensor(range(B) if rows is None else rows, dtype=torch.int64, device=device)
     uniform_BN, ended, spoken = None, [False] * B, [Spoken()] * B
     with torch.no_grad():
@@ -300,18 +317,13 @@ def _stream(
             all_BV = all_gather(logits_BV, tp, 1)[:, :V]  # one row per sequence: small
             token_B = choose(all_BV, None if uniform_BN is None else uniform_BN[:, i], how, seen_BV)
             seen_BV = None if seen_BV is None else seen_BV.scatter(1, token_B[:, None], True)
-        if not stop_ids and not stop_texts:
+        if not ends.ids and not ends.texts:
             yield token_B
             continue
         ids = token_B.tolist()
         out = torch.tensor([ENDED if over else id for id, over in zip(ids, ended, strict=True)], device=device)
-        if tokenizer is not None and stop_texts:
-            now = zip(spoken, ids, ended, strict=True)
-            spoken = [one if over else hear(one, id, tokenizer) for one, id, over in now]
-        ended = [
-            over or id in stop_ids or any(stop in one.recent(stop) for stop in stop_texts)
-            for over, id, one in zip(ended, ids, spoken, strict=True)
-        ]
+        spoken = ends.hear(spoken, ids, ended)
+        ended = [over or ends.at(id, one) for over, id, one in zip(ended, ids, spoken, strict=True)]
         yield out
         if all(ended):
             return
