@@ -56,8 +56,8 @@ class Retention(model.Mixer):
         forget = model.Array((self.heads,), ("tp",), init=tree.Constant(-2.0))
         return {"wqkvg": wide, "forget": forget, "wo": model.Array((dim, dim), ("tp", "fsdp"))}
 
-    def __call__(self, u_BSD, w, at, axes):
-        tp = axes["tp"]
+    def __call__(self, u_BSD, w, at):
+        tp = at.axes["tp"]
         u_BSF = nn.column_parallel(u_BSD, w["wqkvg"], tp)
         q, k, v, gate = u_BSF.unflatten(-1, (4, self.heads // tp.size, -1)).permute(2, 0, 3, 1, 4)
         o_BHSK = nn.rms_norm(retention(q, k, v, w["forget"]), v.new_ones(v.shape[-1])) * F.silu(gate)

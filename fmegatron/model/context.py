@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Axis, axis_index, declare
+from fmegatron.collectives import Axis, axis_index, declare
 from fmegatron.model.arrays import At
 from fmegatron.model.draws import dropping
 from fmegatron.model.mixer import Order, Slots
@@ -24,7 +24,6 @@ def attend(
     v_BTGK: Tensor,
     at: At,
     *,
-    axes: Axes | None = None,
     form: Context | None = None,
     mask: Tensor | None = None,
     window: int | None = None,
@@ -39,8 +38,7 @@ def attend(
         q_BSHK: queries.
         k_BTGK: keys.
         v_BTGK: values.
-        at: positions and documents of this rank's tokens.
-        axes: Axes(mesh), of which cp (and cpi) split the sequence; None: nothing does.
+        at: positions and documents of this rank's tokens, and the axes, of which cp (and cpi) split the sequence.
         form: over cp. "ring"; "balanced": a ring whose ranks have the sequence in the order of `nn.zigzag`; "gathered":
             of keys and values; "ulysses": heads exchanged for positions. Over cp and inside of it cpi, one for fast
             links: "two_level": heads exchanged over cpi, a ring over cp; "two_level_balanced": the same, in the order
@@ -55,8 +53,8 @@ def attend(
     Raises ValueError for a balanced form over cp and tokens whose positions the batch does not have, and for dropout
     over cp.
     """
-    drop = dropping(dropout, at, axes)
-    if axes is None or axes.sequence.size == 1:
+    axes, drop = at.axes, dropping(dropout, at)
+    if axes.sequence.size == 1:
         mask = visible_of(at, window) if mask is None else mask
         return nn.attention(q_BSHK, k_BTGK, v_BTGK, mask, scale=scale, softcap=softcap, sinks_H=sinks_H, drop=drop)
     cp, balanced = axes.sequence, form in DEALT

@@ -133,7 +133,7 @@ class MoE(PerToken):
             return w
         return {**w, "choice_bias": nn.balanced_bias(w["choice_bias"], statistics["load"], self.bias_rate)}
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
         "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
         router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding counts nowhere
@@ -142,6 +142,7 @@ class MoE(PerToken):
         Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
         unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
         """
+        axes = at.axes
         tp, split, data = axes["tp"], at.splits(u_BSD), axes[axes.data]
         everywhere = axes[(*axes.data, "tp")] if split else data
         real_BS = None if at.padding is None else ~at.padding
@@ -151,14 +152,14 @@ class MoE(PerToken):
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
 
-        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at, axes), own("router"))
+        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at), own("router"))
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
-        logits_BSE = noisy(logits_BSE, self.noise, at, axes)
+        logits_BSE = noisy(logits_BSE, self.noise, at)
         routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
         y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
         if self.shared is not None:
-            y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)
+            y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at)
         chosen_E = nn.expert_load(routing.experts, self.router.experts, None, real_BS)
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
         totals = {"entropy": nn.router_entropy(routing.probs, real_BS)}

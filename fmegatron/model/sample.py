@@ -142,20 +142,19 @@ def _trunk(
     tokens_BS: Tensor,
     at: list[At],
     decoder: Decoder,
-    axes: Axes,
     cache: list[dict] | None = None,
     slots: Slots | None = None,
 ) -> tuple[Tensor, list[dict]]:
     """(what comes from the last block: x[B, S, D], the cache with these tokens)."""
-    x_BSD, out = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, axes, False), []
+    x_BSD, out = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, at[0].axes, False), []
     for depth, (parts, w, at_layer) in enumerate(zip(decoder.blocks, weights["blocks"], at, strict=True)):
         before, behind = {} if cache is None else cache[depth], {}
 
         def mix(part: Part, u_BSD: Tensor, w: dict, at: At, before=before, behind=behind) -> Any:
-            y_BSD, behind[part.name] = part.mixer.read(u_BSD, w, at, axes, before.get(part.name), slots)
+            y_BSD, behind[part.name] = part.mixer.read(u_BSD, w, at, before.get(part.name), slots)
             return y_BSD
 
-        y_BSD = block(x_BSD, w, at_layer, parts=parts, axes=axes, mix=mix)
+        y_BSD = block(x_BSD, w, at_layer, parts=parts, mix=mix)
         x_BSD = y_BSD[0] if isinstance(y_BSD, tuple) else y_BSD
         out.append(behind)
     return x_BSD, out
@@ -180,16 +179,17 @@ def extend(
     """
     slots = Slots(slot + torch.arange(tokens_BS.shape[1], device=tokens_BS.device), padding_B)
     positions_BS = slots.positions
-    at = decoder.at(positions_BS.clamp(min=0), (positions_BS >= 0).to(torch.int64))  # padding is a document of its own
-    x_BSD, cache = _trunk(weights, tokens_BS, at, decoder, axes, cache, slots)
+    documents_BS = (positions_BS >= 0).to(torch.int64)  # padding is a document of its own
+    at = decoder.at(positions_BS.clamp(min=0), documents_BS, axes=axes)
+    x_BSD, cache = _trunk(weights, tokens_BS, at, decoder, cache, slots)
     last = at[0]._replace(positions=at[0].positions[:, -1:])
-    return cache, read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
+    return cache, read_out(x_BSD[:, -1:], weights, last, decoder)[:, 0]
 
 
 def _empty(weights: dict, decoder: Decoder, axes: Axes) -> list[dict]:
     """What the mixers keep of one token of one row: a cache for `Mixer.new_cache`."""
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=weights["embed"]["table"].device)
-    return _trunk(weights, token_11, decoder.at(token_11[0]), decoder, axes)[1]
+    return _trunk(weights, token_11, decoder.at(token_11[0], axes=axes), decoder)[1]
 
 
 def new_cache(of: Inference, rows: int, slots: int) -> list[dict]:
@@ -204,9 +204,9 @@ def token_losses(
     weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool[B, S]), equal on all tp ranks."""
-    at = decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device))
-    x_BSD, _ = _trunk(weights, tokens_BS, at, decoder, axes)
-    logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder, axes), axes["tp"]
+    at = decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device), axes=axes)
+    x_BSD, _ = _trunk(weights, tokens_BS, at, decoder)
+    logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder), axes["tp"]
     nll_BS, _ = nn.cross_entropy(logits_BSV, labels_BS, tp, decoder.vocab_size)
     return nll_BS, nn.best(logits_BSV, tp, decoder.vocab_size) == labels_BS
 

@@ -12,8 +12,9 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
-from fmegatron.step.torch_private import EVERY_NAMESPACE, register_node
+from fmegatron.step.torch_private import register_node
 from fmegatron.tree.spec import strategy_of
+from fmegatron.tree.structure import EVERY_NAMESPACE
 
 __all__ = [
     "State",

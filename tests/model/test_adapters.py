@@ -341,7 +341,7 @@ class Own(model.PerToken):
     def arrays(self, dim):
         return {"in": {"w": model.Array((dim, dim), ("fsdp",))}, "gain": model.Array((dim,))}
 
-    def __call__(self, u, w, at, axes):
+    def __call__(self, u, w, at):
         return self.how(u, w["in"]["w"])
 
 

@@ -190,7 +190,7 @@ def test_a_statistic_called_loss_is_refused():
         def arrays(self, dim):
             return {"w": model.Array((dim,))}
 
-        def __call__(self, u, w, at, axes):
+        def __call__(self, u, w, at):
             return u * w["w"], {"loss": u.sum()}
 
         def __hash__(self):

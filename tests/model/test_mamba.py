@@ -54,7 +54,7 @@ def test_documents_do_not_see_each_other():
     of, mesh = hybrid(4), Mesh()
     params, layouts, axes = model.init(of, mesh, 0), model.layouts(of, mesh), Axes(mesh)
     batch = packed(of)
-    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of, axes)
+    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of)
     for row, cut in enumerate((5, 8, 12, 1)):
         parts = [part for part in batch["tokens"][row : row + 1].split((cut, 12 - cut), 1) if part.numel()]
         alone = torch.cat([model.logits(params, part, of, layouts, axes) for part in parts], 1)

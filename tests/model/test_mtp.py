@@ -63,7 +63,7 @@ def plain_losses(params, batch, of):
         ids[:, : length - n + 1] = labels[:, n - 1 :]
         both = torch.cat((norm(table[ids], own["embed_norm"]), norm(h, own["hidden_norm"])), -1)
         angles = of.at(at.positions, at.documents, (of.mtp.block,))[0]
-        y = model.block(both @ own["proj"], own, angles, parts=of.mtp.block, axes=axes)
+        y = model.block(both @ own["proj"], own, angles, parts=of.mtp.block)
         h = norm(y, own["out_norm"])
         losses.append(mean(h, n))
     return losses

@@ -74,14 +74,14 @@ def test_embed_blocks_and_head_by_themselves_are_the_logits(name):
     of, axes, given = DECODERS[name], Axes(Mesh()), batch_of_all()
     params, layouts = model.init(of, Mesh(), 0), model.layouts(of, Mesh())
     weights, at = model.Weights(params, layouts, of, axes), model.contexts(given, of, axes)
-    x_BSD = model.embed(given["tokens"], weights["embed"]["embed"], at[0], of, axes)
+    x_BSD = model.embed(given["tokens"], weights["embed"]["embed"], at[0], of)
 
     def twice(x_BSD, w, at, parts):
-        return model.block(x_BSD, w, at, parts=parts, axes=axes)
+        return model.block(x_BSD, w, at, parts=parts)
 
     functions = [(i, functools.partial(twice, parts=parts)) for i, parts in enumerate(of.blocks)]
     x_BSD, _ = model.blocks(x_BSD, at[1:], weights.layers(functions))
-    found = model.read_out(x_BSD, weights["head"], at[1], of, axes)
+    found = model.read_out(x_BSD, weights["head"], at[1], of)
     assert torch.equal(found, model.logits(params, given["tokens"], of, layouts, axes))
 
 

@@ -37,11 +37,11 @@ class Gated(model.Wrapped):
     def own(self, dim):
         return {"g": Array((dim,), init=tree.Constant(1.0))}
 
-    def given(self, u_BSD, own, at, axes):
+    def given(self, u_BSD, own, at):
         return 2 * u_BSD
 
-    def result(self, y_BSD, u_BSD, own, at, axes):
-        return y_BSD * (enter(own["g"], axes["tp"]) if at.splits(u_BSD) else own["g"])
+    def result(self, y_BSD, u_BSD, own, at):
+        return y_BSD * (enter(own["g"], at.axes["tp"]) if at.splits(u_BSD) else own["g"])
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Beside(model.Wrapped):
             "up": Array((dim // self.share, dim), (None, "fsdp")),
         }
 
-    def result(self, y_BSD, u_BSD, own, at, axes):
-        down, up = (enter(own[k], axes["tp"]) if at.splits(u_BSD) else own[k] for k in ("down", "up"))
+    def result(self, y_BSD, u_BSD, own, at):
+        down, up = (enter(own[k], at.axes["tp"]) if at.splits(u_BSD) else own[k] for k in ("down", "up"))
         return y_BSD + torch.relu(u_BSD @ down) @ up
 
 
@@ -72,8 +72,8 @@ class Lora(model.Wrapped):
         rows = self.inner.arrays(dim)["wo"].shape[0]
         return {"a": Array((rows, self.rank), (("tp", "fsdp"),)), "b": Array((self.rank, dim), (None, "fsdp"))}
 
-    def weights(self, w, own, axes):
-        return {**w, "wo": w["wo"] + own["a"] @ enter(own["b"], axes["tp"])}
+    def weights(self, w, own, at):
+        return {**w, "wo": w["wo"] + own["a"] @ enter(own["b"], at.axes["tp"])}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Loose(model.Mixer):
     def arrays(self, dim):
         return {"g": Array((dim,))}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return u_BSD * w["g"]
 
 
@@ -35,7 +35,7 @@ class Mean(model.PerToken):
     def arrays(self, dim):
         return {"g": Array((dim,))}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return (u_BSD * w["g"]).mean(-1, keepdim=True)
 
 

@@ -18,12 +18,12 @@ from tests.model.test_wrapped import MODELS, Beside, Quiet, quick, wrapped
 class Mixin:
     """Not a wrapper itself."""
 
-    def read(self, u_BSD, w, at, axes, cache, slots):
+    def read(self, u_BSD, w, at, cache, slots):
         return u_BSD, cache
 
 
 FINAL = {
-    "a call": ((model.Wrapped,), {"__call__": lambda self, u, w, at, axes: u}, "__call__"),
+    "a call": ((model.Wrapped,), {"__call__": lambda self, u, w, at: u}, "__call__"),
     "read": ((model.Wrapped,), {"read": Mixin.read}, "read"),
     "read of a mixin": ((Mixin, model.Wrapped), {}, "read"),
     "read below a wrapper": ((Quiet,), {"read": Mixin.read}, "read"),
@@ -56,7 +56,7 @@ class Duck:
     def arrays(self, dim):
         return {"g": Array((dim,))}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return u_BSD * w["g"]
 
 
@@ -69,7 +69,7 @@ class Jittery(model.PerToken):
     def arrays(self, dim):
         return {}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return u_BSD
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_mixer_is_refused(case):
 
 def test_what_is_not_written_is_missed_when_it_is_made():
     with pytest.raises(TypeError, match="abstract method.* arrays"):
-        type("Bare", (model.Mixer,), {"__call__": lambda self, u, w, at, axes: u})()
+        type("Bare", (model.Mixer,), {"__call__": lambda self, u, w, at: u})()
 
 
 def test_two_wrappers_of_one_name_are_refused():
@@ -111,8 +111,8 @@ class Forgetful(model.Mixer):
     def arrays(self, dim):
         return self.inner.arrays(dim)
 
-    def __call__(self, u_BSD, w, at, axes):
-        return self.inner(u_BSD, w, at, axes)
+    def __call__(self, u_BSD, w, at):
+        return self.inner(u_BSD, w, at)
 
 
 @pytest.mark.parametrize("name", ["llama", "latents"])

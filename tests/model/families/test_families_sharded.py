@@ -109,7 +109,7 @@ def test_documents_do_not_see_each_other(name):
     positions = torch.cat((torch.arange(5), torch.arange(7))).expand(3, -1)
     documents = torch.cat((torch.zeros(5), torch.ones(7))).long().expand(3, -1)
     batch = {"tokens": tokens, "positions": positions, "documents": documents}
-    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of, axes)
+    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of)
     alone = [model.logits(params, part, of, layouts, axes) for part in (tokens[:, :5], tokens[:, 5:])]
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
 
