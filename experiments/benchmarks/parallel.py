@@ -104,7 +104,7 @@ class Form:
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
         self.state = tree.init(step.state_specs(specs, optimizer, strategy), 0, world.rank)
-        self.formula = step.state_bytes(specs, optimizer, strategy, world.rank)
+        self.formula = step.state_bytes(specs, optimizer, world.rank)
         if tensor:  # gathers and reduce-scatters of activations, 4 each way a layer, and at both ends of the decoder
             self.least = (8 * config.layers + 4) * batch["tokens"].numel() * config.dim
             self.least *= config.compute_dtype.itemsize * (ranks - 1) // ranks

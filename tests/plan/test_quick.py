@@ -133,7 +133,7 @@ def test_state_and_traffic_are_those_of_the_cost_model():
     described = decoder(mesh, strategy)
     found, setting = plan.quick(described), plan.setting_of(described)
     specs = described.state
-    held = state_bytes(specs.params, optim.adamw(1e-3), strategy)
+    held = state_bytes(specs.params, optim.adamw(1e-3))
     assert found.state == held.params + held.optim + 8
     again = least_traffic(setting.params, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
     assert sum(found.sent.values()) == again.total

@@ -51,7 +51,7 @@ def formula(strategy, mesh, microbatches):
     specs = model.specs(CONFIG, mesh, strategy=strategy)
     layouts = tree.layouts(specs)
     g, leaf = of_params(layouts)
-    waiting = state_bytes(specs, OPTIMIZER, strategy).grads if microbatches > 1 else 0
+    waiting = state_bytes(specs, OPTIMIZER).grads if microbatches > 1 else 0
     if mesh.extent(tuple(a for a in strategy.params if a in mesh)) == 1:
         return waiting + g + leaf
     blocks, _ = of_params(layouts, in_blocks)
