@@ -72,10 +72,9 @@ def decoder(config):
         256, config.dim, (block,) * config.layers, config.seq_len, param_dtype=dtype, compute_dtype=dtype
     )
     specs = model.specs(of, config.mesh)
-    layouts = tree.layouts(specs)
 
     def loss_fn(params, batch):
-        logits_BSV = model.logits(params, batch["tokens"], of, layouts, axes, save="mincut")
+        logits_BSV = model.logits(params, batch["tokens"], of, axes, save="mincut")
         nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"])
         focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
         loss, nll = (step.mean(x.sum(), x.numel()) for x in (focal_BS, nll_BS))

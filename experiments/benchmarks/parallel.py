@@ -100,7 +100,7 @@ class Form:
         specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
         layouts = tree.layouts(specs)
         optimizer = optimizer_of(optimizer, config)
-        loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=save)
+        loss = functools.partial(model.loss, decoder=config, axes=axes, save=save)
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
         self.state = tree.init(step.state_specs(specs, optimizer, strategy), 0, world.rank)

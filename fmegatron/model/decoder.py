@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Precision
+from fmegatron.collectives import Precision
 from fmegatron.layout import SEQUENCE_AXES, Mesh
 from fmegatron.model.arrays import Array, Arrays, At
 from fmegatron.model.draws import require_rate
@@ -196,8 +196,6 @@ class Decoder:
         documents: torch.Tensor | None = None,
         blocks: tuple[Block, ...] | None = None,
         padding: torch.Tensor | None = None,
-        *,
-        axes: Axes = Axes(Mesh()),  # noqa: B008  a frozen value
     ) -> list[At]:
         """For each block what it is given beside x and weights; the angles of equal ropes are computed once.
 
@@ -206,7 +204,6 @@ class Decoder:
             documents: of the tokens.
             blocks: None: those of the model.
             padding: of the tokens.
-            axes: of the mesh.
         """
         tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
         out = []
@@ -218,7 +215,7 @@ class Decoder:
                     if rope not in tables:
                         tables[rope] = rope.angles(positions, self.compute_dtype)
                     angles[part.name] = tables[rope]
-            out.append(At(positions, documents, angles, padding=padding, axes=axes))
+            out.append(At(positions, documents, angles, padding=padding))
         return out
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def dropping(rate: float, at: At) -> Callable[[Tensor], Tensor] | None:
         p_BSHT = p_BHST.transpose(1, 2)
         B, S, H, T = p_BSHT.shape
         layout = Layout((B, S, H * tp.size, T), p_BSHT.dtype, axes.mesh, (None, None, tp.names))  # of its own rows
-        how = {"key": tree.fold_in(0, "attention"), "count": draws_BS, "layout": layout, "axes": axes}
+        how = {"key": tree.fold_in(0, "attention"), "count": draws_BS, "layout": layout}
         return nn.dropout(p_BSHT, rate, **how).transpose(1, 2)
 
     return drop

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmegatron import nn, step, tree
 from fmegatron.collectives import Axes, all_gather, enter
+from fmegatron.layout import Layout, Mesh
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import MTP, Block, Decoder
@@ -90,11 +91,11 @@ def contexts(batch: dict, decoder: Decoder, axes: Axes, samples: Tensor | None =
     documents, padding = batch.get("documents"), padding_of(batch)
     behind = 0 if decoder.mtp is None else decoder.mtp.depths
     draws = draws_of(samples, positions, documents, key, decoder.max_seq, 1 + decoder.layers + behind)
-    found = decoder.at(positions, documents, decoder.blocks, padding, axes=axes)
+    found = decoder.at(positions, documents, decoder.blocks, padding)
     if decoder.mtp is not None:
-        found += decoder.at(positions, documents, (decoder.mtp.block,), padding, axes=axes) * behind
+        found += decoder.at(positions, documents, (decoder.mtp.block,), padding) * behind
     first = At(positions, draws=draws(0), padding=padding, axes=axes)
-    return [first, *(at._replace(draws=draws(depth)) for depth, at in enumerate(found, 1))]
+    return [first, *(at._replace(draws=draws(depth), axes=axes) for depth, at in enumerate(found, 1))]
 
 
 def embed(ids_BS: Tensor, w: dict, at: At, decoder: Decoder, n: int = 0) -> Tensor:
@@ -151,7 +152,6 @@ def logits(
     params: dict,
     tokens_BS: Tensor,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -162,8 +162,7 @@ def logits(
     The arguments are those of `hidden`, of a batch of tokens alone.
     """
     batch = {"tokens": tokens_BS}
-    layouts, axes = _known(params, layouts, axes)
-    found = hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
+    found = hidden(params, batch, decoder, axes, save, offload, reshard_after_forward)
     return read_out(*found[:3], decoder)
 
 
@@ -171,7 +170,6 @@ def hidden(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -181,12 +179,11 @@ def hidden(
     statistics of its parts): `read_out` makes logits of it.
 
     Args:
-        params: this rank's shards.
+        params: this rank's shards, which know their layouts; one process's full arrays need not.
         batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
             split over the data axes, S over cp: in order, unless positions are given.
         decoder: the model.
-        layouts: of the parameters; None: those that they know (`tree.layout_of`).
-        axes: Axes(mesh); None: of the mesh of the layouts.
+        axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
         offload: bytes from which on it waits in host memory (`step.layers`).
         reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
@@ -197,7 +194,7 @@ def hidden(
             tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
             reduce-scatter.
     """
-    layouts, axes = _known(params, layouts, axes)
+    layouts, axes = known(params, axes)
     weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
     at = contexts(batch, decoder, axes)
     x_BSD = embed(batch["tokens"], weights["embed"]["embed"], at[0], decoder)
@@ -217,10 +214,19 @@ def _depths_of(mtp: MTP, decoder: Decoder) -> list[tuple[int, Callable]]:
     return [(decoder.layers + n, run) for n in range(mtp.depths)]
 
 
-def _known(params: dict, layouts: dict | None, axes: Axes | None) -> tuple[dict, Axes]:
-    """The layouts of the parameters and the axes of their mesh, where these are not given."""
-    known: dict = tree.layouts(params) if layouts is None else layouts
-    return known, axes or Axes(tree.leaves(known)[0].mesh)
+def known(params: dict, axes: Axes | None) -> tuple[dict, Axes]:
+    """The layouts of the parameters, and the axes of their mesh where these are not given; on one rank what does not
+    know its layout is full. Raises ValueError, naming the path, where it is not known on several."""
+    stated = next(filter(None, map(tree.layout_of, tree.leaves(params))), None)
+    mesh = stated.mesh if stated is not None else Mesh() if axes is None else axes.mesh
+    axes = axes or Axes(mesh)
+    if mesh.size > 1 or axes.mesh.size > 1:
+        return tree.layouts(params), axes
+
+    def one(leaf: Tensor) -> Layout:
+        return tree.layout_of(leaf) or Layout(tuple(leaf.shape), leaf.dtype, mesh)
+
+    return tree.map(one, params), axes
 
 
 class Beside(NamedTuple):
@@ -239,7 +245,6 @@ def token_losses(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -263,7 +268,7 @@ def token_losses(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    layouts, axes = _known(params, layouts, axes)
+    layouts, axes = known(params, axes)
     mtp = decoder.mtp
     batch = with_ahead(batch, mtp, axes)
     labels_BS = batch["labels"].clamp(min=0)
@@ -300,7 +305,6 @@ def loss(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -320,14 +324,13 @@ def loss(
     token for the losses and loads of experts ("padding", or documents below 0).
 
     Args:
-        params: this rank's shards.
+        params: as of `hidden`.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
             [S] or [B, S], "documents" int64 [B, S]: `At`; "padding" bool [B, S]: what is no token, None: where
             documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is called
             where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
         decoder: the model.
-        layouts: of the parameters; None: those that they know (`tree.layout_of`).
-        axes: Axes(mesh); None: of the mesh of the layouts.
+        axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block keeps for its backward (`logits`).
         offload: what of it waits in host memory (`logits`).
         reshard_after_forward: which weights are gathered for each use (`logits`).
@@ -336,7 +339,7 @@ def loss(
             as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
         key: of these random numbers, such as the run's seed.
     """
-    how = (layouts, axes, save, offload, reshard_after_forward)
+    how = (axes, save, offload, reshard_after_forward)
     nll_BS, beside = token_losses(params, batch, decoder, *how, samples=samples, key=key)
     learned_BS = batch["labels"] >= 0
     if "mask" in batch:

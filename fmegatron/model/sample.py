@@ -26,7 +26,7 @@ from fmegatron.collectives import Axes, all_gather
 from fmegatron.model.arrays import At
 from fmegatron.model.choose import Choice, choose, seen_in
 from fmegatron.model.decoder import Decoder, Part, round_up
-from fmegatron.model.forward import block, read_out
+from fmegatron.model.forward import block, known, read_out
 from fmegatron.model.mixer import Slots
 from fmegatron.model.text import Spoken, Tokenizer, hear, texts_of
 from fmegatron.model.weights import block_weights, embedded, gather_weights, prepared
@@ -59,7 +59,6 @@ class Inference:
 def inference(
     params: dict,
     decoder: Decoder,
-    layouts: dict,
     axes: Axes,
     *,
     compile: Callable | None = None,
@@ -68,16 +67,15 @@ def inference(
     """Gather the weights and prepare the functions that read and write; all ranks of a mesh call it.
 
         compile = functools.partial(step.jit, world=world, check=False)
-        writer = model.inference(params, decoder, layouts, axes, compile=compile)
+        writer = model.inference(params, decoder, axes, compile=compile)
         model.generate(writer, prompts, 100, temperature=0.8)
 
     The forms of a cache are of 256, 1024, 4096, ... slots, up to what decoder.max_seq needs; each batch size is another
     form.
 
     Args:
-        params: this rank's shards.
+        params: this rank's shards, which know their layouts; one process's full arrays need not.
         decoder: the model.
-        layouts: of all parameters.
         axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
         compile: what compiles a function, as `compile(fn)` and `compile(fn, donate=0)`; None: nothing is compiled.
         chunk: tokens of a prompt that are read at once: more need more memory and less time.
@@ -95,7 +93,7 @@ def inference(
     how = (lambda fn, donate=None: fn) if compile is None else compile
     slots, texts = cache_lengths(decoder.max_seq, chunk), lengths(_SHORTEST // 4, decoder.max_seq)
     with torch.no_grad():
-        weights = sampling_weights(params, decoder, layouts, axes)
+        weights = sampling_weights(params, decoder, known(params, axes)[0], axes)
         read, write = ({n: how(partial(extend, **inside), donate=0) for n in slots} for _ in range(2))
         losses = {n: how(partial(token_losses, **inside)) for n in texts}
         return Inference(decoder, axes, weights, read, write, losses, _empty(weights, decoder, axes), chunk)
@@ -135,6 +133,10 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
         blocks = [block_weights(*one, decoder, axes) for one in zip(layers, arrays, of_layers, strict=True)]
         return {**gather_weights(outer, of_outer, decoder, axes), "blocks": blocks}
     return gather_weights({**outer, "blocks": layers}, {**of_outer, "blocks": of_layers}, decoder, axes)
+
+
+def _over(axes: Axes, at: list[At]) -> list[At]:
+    return [one._replace(axes=axes) for one in at]
 
 
 def _trunk(
@@ -180,7 +182,7 @@ def extend(
     slots = Slots(slot + torch.arange(tokens_BS.shape[1], device=tokens_BS.device), padding_B)
     positions_BS = slots.positions
     documents_BS = (positions_BS >= 0).to(torch.int64)  # padding is a document of its own
-    at = decoder.at(positions_BS.clamp(min=0), documents_BS, axes=axes)
+    at = _over(axes, decoder.at(positions_BS.clamp(min=0), documents_BS))
     x_BSD, cache = _trunk(weights, tokens_BS, at, decoder, cache, slots)
     last = at[0]._replace(positions=at[0].positions[:, -1:])
     return cache, read_out(x_BSD[:, -1:], weights, last, decoder)[:, 0]
@@ -189,7 +191,7 @@ def extend(
 def _empty(weights: dict, decoder: Decoder, axes: Axes) -> list[dict]:
     """What the mixers keep of one token of one row: a cache for `Mixer.new_cache`."""
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=weights["embed"]["table"].device)
-    return _trunk(weights, token_11, decoder.at(token_11[0], axes=axes), decoder)[1]
+    return _trunk(weights, token_11, _over(axes, decoder.at(token_11[0])), decoder)[1]
 
 
 def new_cache(of: Inference, rows: int, slots: int) -> list[dict]:
@@ -204,7 +206,7 @@ def token_losses(
     weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool[B, S]), equal on all tp ranks."""
-    at = decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device), axes=axes)
+    at = _over(axes, decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device)))
     x_BSD, _ = _trunk(weights, tokens_BS, at, decoder)
     logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder), axes["tp"]
     nll_BS, _ = nn.cross_entropy(logits_BSV, labels_BS, tp, decoder.vocab_size)

@@ -76,7 +76,7 @@ def train_step(mesh, of, n=1, save=None, key=3):
     axes, layouts = Axes(mesh, data=HSDP.tokens), model.layouts(of, mesh, strategy=HSDP)
 
     def loss(params, batch, samples):
-        return model.loss(params, batch, of, layouts, axes, save, samples=samples, key=key)
+        return model.loss(params, batch, of, axes, save, samples=samples, key=key)
 
     return step.build_train_step(loss, OPTIMIZER, layouts, axes, strategy=HSDP, microbatches=n, numbered=True)
 
@@ -187,14 +187,14 @@ def test_dropout_of_the_softmax_is_the_definition():
 
 # ---- nothing is silent -----------------------------------------------------------------------------------------------
 def test_a_gradient_without_samples_is_refused():
-    of, layouts = gpt2(), model.layouts(gpt2(), Mesh())
+    of = gpt2()
     params, batch = model.init(of, Mesh(), 0), batch_of(False)
-    grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, layouts, Axes(Mesh())), axes=Axes(Mesh()))
+    grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, Axes(Mesh())), axes=Axes(Mesh()))
     with pytest.raises(ValueError, match=r"Decoder.embed_dropout: got 0.1 in a loss .*numbered=True.*deterministic"):
         grad(params, batch)
     quiet = model.deterministic(of)
-    (loss, _), _ = step.value_and_grad(lambda p, b: model.loss(p, b, quiet, layouts, Axes(Mesh())))(params, batch)
-    parts, _ = model.loss(params, batch, of, layouts, Axes(Mesh()))
+    (loss, _), _ = step.value_and_grad(lambda p, b: model.loss(p, b, quiet, Axes(Mesh())))(params, batch)
+    parts, _ = model.loss(params, batch, of, Axes(Mesh()))
     assert torch.equal(loss, step.means(parts, Axes(Mesh()))["lm"])  # evaluation draws nothing
     noisy = model.deterministic(mixture())
     assert noisy == model.deterministic(noisy) and not any(

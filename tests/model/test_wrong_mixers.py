@@ -119,14 +119,14 @@ class Forgetful(model.Mixer):
 def test_a_rope_without_angles_is_an_error(name):
     of, mesh = wrapped(MODELS[name](), Forgetful, "attention"), Mesh()
     with pytest.raises(ValueError, match=r"\.rope: got a rope and no angles .*model.Wrapped"):
-        model.logits(model.init(of, mesh, 0), make_batch(of)["tokens"], of, model.layouts(of, mesh), Axes(mesh))
+        model.logits(model.init(of, mesh, 0), make_batch(of)["tokens"], of, Axes(mesh))
 
 
 def test_generation_and_counts_refuse_a_mixer_that_does_not_know():
     of, mesh = wrapped(tiny(attention=Attention(4, 4, 4)), Forgetful, "attention"), Mesh()
-    params, layouts = model.init(of, mesh, 0), model.layouts(of, mesh)
+    params = model.init(of, mesh, 0)
     with pytest.raises(ValueError, match=r"generate: got the mixer Forgetful.*write read and new_cache"):
-        model.inference(params, of, layouts, Axes(mesh))
+        model.inference(params, of, Axes(mesh))
     with pytest.raises(ValueError, match="Part 'attention': got a Forgetful without cache_width"):
         model.cache_bytes_per_token(of)
     found = quick(of, Mesh(fsdp=2))

@@ -120,7 +120,7 @@ def decoder_step(config, opt):
     layouts, axes = model.layouts(config, ONE), Axes(ONE)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes)
+        return model.loss(params, batch, config, axes)
 
     return build_train_step(loss_fn, opt, layouts, axes, clip_norm=None)
 
@@ -151,13 +151,13 @@ def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
         decay = 0.0 if "embed" in path or "norm" in path else 0.1
         groups.append({"params": [leaf], "weight_decay": decay, "path": path})
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    layouts, axes = model.layouts(config, ONE), Axes(ONE)
+    axes = Axes(ONE)
     for i in range(3):
         for group in reference.param_groups:
             own = {"embed": 3e-3, "head": optim.linear(3e-2, 10)(i)}
             group["lr"] = own.get(group["path"].partition("/")[0], 1e-2)
         reference.zero_grad()
-        loss_of(model.loss(leaves, tiny.decoder_batch(config, rows=4, seed=i), config, layouts, axes)[0]).backward()
+        loss_of(model.loss(leaves, tiny.decoder_batch(config, rows=4, seed=i), config, axes)[0]).backward()
         reference.step()
     for path, x in zip(tree.paths(state.params), tree.leaves(state.params), strict=True):
         torch.testing.assert_close(x, named[path].detach(), rtol=1e-9, atol=1e-12, msg=path)

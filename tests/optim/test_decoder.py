@@ -26,7 +26,7 @@ def make_step(mesh, save=None, share=()):
     layouts, axes = model.layouts(tiny.CONFIG, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes, save)
+        return model.loss(params, batch, tiny.CONFIG, axes, save)
 
     return build_train_step(loss_fn, make_optimizer(share), layouts, axes, clip_norm=None)
 

@@ -36,7 +36,7 @@ def make_step(make, strategy, mesh):
     opt = make()
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes)
+        return model.loss(params, batch, tiny.CONFIG, axes)
 
     step = build_train_step(loss_fn, opt, layouts, axes, strategy=strategy)
     return step, tree.layouts(state_specs(specs, opt, strategy)), opt

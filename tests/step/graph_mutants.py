@@ -20,7 +20,7 @@ def problem(
     axes, specs = Axes(mesh), model.specs(config, mesh, strategy=strategy)
     layouts = tree.layouts(specs)
     train_step = step.build_train_step(
-        lambda p, b: model.loss(p, b, config, layouts, axes, save),
+        lambda p, b: model.loss(p, b, config, axes, save),
         optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm,
         precision=precision,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def traced(strategy, mesh, microbatches, config=CONFIG):
     layouts = tree.layouts(specs)
 
     def loss(params, batch):
-        return model.loss(params, batch, config, layouts, axes, "inputs")
+        return model.loss(params, batch, config, axes, "inputs")
 
     step = build_train_step(loss, OPTIMIZER, layouts, axes, strategy=strategy, microbatches=microbatches)
     state = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, 0)

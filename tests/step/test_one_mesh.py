@@ -73,7 +73,7 @@ def test_everything_that_takes_layouts_and_axes(mesh, other):
     ]
     if decoder is not None:
         params, batch = model.init(tiny.CONFIG, mesh, key=0), tiny.decoder_batch()
-        calls.append(lambda: trace(model.loss, (params, batch, tiny.CONFIG, decoder, axes)))
+        calls.append(lambda: trace(model.loss, (tree.place(params, decoder), batch, tiny.CONFIG, axes)))
     for call in calls:
         with pytest.raises(
             ValueError, match="of the mesh .*, wanted .*, the mesh of the ax[ei]s; make both of one Mesh"

@@ -81,7 +81,7 @@ def run_on():
         layouts = tree.layouts(specs)
 
         def loss(params, batch):
-            return model.loss(params, batch, CONFIG, layouts, axes, "inputs")
+            return model.loss(params, batch, CONFIG, axes, "inputs")
 
         options = {"strategy": strategy, "microbatches": microbatches, "together": TOGETHER}
         step = build_train_step(loss, OPTIMIZER, layouts, axes, **options)

@@ -107,10 +107,10 @@ def test_a_weight_that_no_metric_has():
     layouts, axes = model.layouts(config, Mesh()), Axes(Mesh())
 
     def scalar(params, batch):
-        part = model.loss(params, batch, config, layouts, axes)[0]["lm"]
+        part = model.loss(params, batch, config, axes)[0]["lm"]
         return part.total / part.count, {"tokens": part.count}
 
-    parts = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes)
+    parts = functools.partial(model.loss, decoder=config, axes=axes)
     for loss, words in (
         (scalar, "weight='token': got metrics .*did you mean tokens"),
         (parts, "weight='token': got a loss of parts, which have counts of their own, .*leave weight out"),
