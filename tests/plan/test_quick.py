@@ -94,7 +94,8 @@ STRATEGIES = {
 
 
 def local(layouts, device):
-    return tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device=device), layouts)
+    made = tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device=device), layouts)
+    return tree.place(made, layouts)
 
 
 def graph_of(update, specs, batch, device="meta"):
