@@ -66,7 +66,7 @@ def describe(config: Config):
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
 
     def evaluate(state, batch):
-        average = step.averaged_params(state, tree.layouts(specs), Axes(config.mesh), STRATEGY)
+        average = step.averaged_params(state)
         return step.means({"loss": loss_fn(average, batch)}, Axes(config.mesh))
 
     return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, evaluate=evaluate)

@@ -56,8 +56,8 @@ class Retention(model.Mixer):
         forget = model.Array((self.heads,), ("tp",), init=tree.Constant(-2.0))
         return {"wqkvg": wide, "forget": forget, "wo": model.Array((dim, dim), ("tp", "fsdp"))}
 
-    def __call__(self, u_BSD, w, at, axes):
-        tp = axes["tp"]
+    def __call__(self, u_BSD, w, at):
+        tp = at.axes["tp"]
         u_BSF = nn.column_parallel(u_BSD, w["wqkvg"], tp)
         q, k, v, gate = u_BSF.unflatten(-1, (4, self.heads // tp.size, -1)).permute(2, 0, 3, 1, 4)
         o_BHSK = nn.rms_norm(retention(q, k, v, w["forget"]), v.new_ones(v.shape[-1])) * F.silu(gate)
@@ -72,10 +72,9 @@ def decoder(config):
         256, config.dim, (block,) * config.layers, config.seq_len, param_dtype=dtype, compute_dtype=dtype
     )
     specs = model.specs(of, config.mesh)
-    layouts = tree.layouts(specs)
 
     def loss_fn(params, batch):
-        logits_BSV = model.logits(params, batch["tokens"], of, layouts, axes, save="mincut")
+        logits_BSV = model.logits(params, batch["tokens"], of, axes, save="mincut")
         nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"])
         focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
         loss, nll = (step.mean(x.sum(), x.numel()) for x in (focal_BS, nll_BS))

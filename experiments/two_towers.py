@@ -81,7 +81,7 @@ def pairs(config: Config, position: int) -> dict:
 def describe(config: Config):
     """The step, the specs of its state, the layouts of its batch."""
     specs, loss_fn = model(config)
-    optimizer = optim.muon(config.lr, step.placements(tree.layouts(specs), STRATEGY).optim, Axes(config.mesh))
+    optimizer = optim.muon(config.lr)
     return step.build(loss_fn, optimizer, specs, pairs(config, 0), microbatches=config.microbatches)
 
 

@@ -8,7 +8,7 @@ Command  torchrun --nproc-per-node=2 experiments/windowed.py --mesh=tp=2
 from dataclasses import dataclass
 from pathlib import Path
 
-from fmegatron import data, loop, model, nn, optim, step, tree
+from fmegatron import data, loop, model, nn, optim, step
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
 
@@ -39,10 +39,10 @@ def describe(config: Config):
         256, **sizes, ffn_dim=mlp.ffn_dim, max_seq=config.seq_len, window=config.window, sinks=True, mlp=mlp
     )
     specs, axes = model.specs(of, config.mesh), Axes(config.mesh)
-    layouts, tp = tree.layouts(specs), axes["tp"]
+    tp = axes["tp"]
 
     def loss_fn(params, batch):
-        logits_BSV = model.logits(params, batch["tokens"], of, layouts, axes, save="mincut")
+        logits_BSV = model.logits(params, batch["tokens"], of, axes, save="mincut")
         nll_BS, lse_BS = nn.cross_entropy(logits_BSV, batch["labels"], tp)
         even_BS = lse_BS - psum(logits_BSV.sum(-1), tp) / 256  # the loss of a target that is all bytes
         loss_BS = (1 - config.smoothing) * nll_BS + config.smoothing * even_BS

@@ -51,11 +51,8 @@ def ours(mesh: Mesh, form: str):
     def attention(q, k, v, gradient, positions):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            given = (*leaves, positions, None, cp, None)
-            if form == "gathered":
-                out = nn.gathered_attention(*given)
-            else:
-                out = nn.ring_attention(*given, balanced=form == "balanced")
+            attention = nn.gathered_attention if form == "gathered" else nn.ring_attention
+            out = attention(*leaves, nn.Causal(positions, zigzag=form == "balanced"), cp)
         return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
     return attention

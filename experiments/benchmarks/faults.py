@@ -64,7 +64,7 @@ def child(job: Job) -> None:
     decoder = model.llama(vocab_size=256, dim=128, layers=2, heads=4, kv_heads=2, ffn_dim=256, max_seq=64)
     specs, optimizer = model.specs(decoder, mesh), optim.adamw(1e-3)
     layouts = tree.layouts(specs)
-    loss = functools.partial(model.loss, decoder=decoder, layouts=layouts, axes=axes)
+    loss = functools.partial(model.loss, decoder=decoder, axes=axes)
     update = step.build_train_step(loss, optimizer, layouts, axes)
     compiled = step.jit(update, donate=0, world=world, backend=job.backend)
     batches = data.Batches(data.ByteTokenizer().encode("To be, or not to be. " * 99), batch_size=8, seq_len=64, seed=0)

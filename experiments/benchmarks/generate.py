@@ -56,7 +56,7 @@ def main() -> None:
         return sum(len(fn.cache) for fn in made)
 
     for rows, bar in ((1, ">= 2.0"), (8, ">= 1.5")):
-        writer = model.inference(params, decoder, layouts, Axes(mesh), compile=compiled)
+        writer = model.inference(params, decoder, Axes(mesh), compile=compiled)
         prompts = torch.randint(0, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(1))
 
         def ours(writer=writer, prompts=prompts):

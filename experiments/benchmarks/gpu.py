@@ -111,7 +111,7 @@ def our_step(shape: str, config: model.Decoder, device, backend: str):
         return x.normal_(0, spec.init.std) if isinstance(spec.init, tree.Normal) else x.fill_(spec.init.value)
 
     holder = [tree.init(step.state_specs(specs, optimizer), 0, rank=0, device=device, given=tree.map(draw, specs))]
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=SHAPES[shape][2])
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save=SHAPES[shape][2])
     train = step.jit(step.build_train_step(loss, optimizer, layouts, axes), donate=0, backend=backend)
 
     def run(batch):

@@ -64,7 +64,7 @@ def ours(mesh: Mesh, sizes: Sizes, rows: int | None):
             x, router, up, down = leaves
             routing = choose(x[None] @ router)
             w = nn.expert_weights({"up": up, "down": down}, ep, ep)
-            y, found = nn.dropless(x[None], *routing[:2], w, experts, E, ep, ep, axes[()], rows)
+            y, found = nn.dropless(x[None], routing, w, experts, ep, ep, axes[()], rows)
             loss = y.square().sum()
         return loss.detach(), torch.autograd.grad(loss, leaves), found["sent"]
 

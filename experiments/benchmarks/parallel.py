@@ -99,12 +99,12 @@ class Form:
         self.batch = tree.place(self.batch, rows, world.rank)
         specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
         layouts = tree.layouts(specs)
-        optimizer = optimizer_of(optimizer, config, step.placements(layouts, strategy).optim, axes)
-        loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=save)
+        optimizer = optimizer_of(optimizer, config)
+        loss = functools.partial(model.loss, decoder=config, axes=axes, save=save)
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
         self.state = tree.init(step.state_specs(specs, optimizer, strategy), 0, world.rank)
-        self.formula = step.state_bytes(specs, optimizer, strategy, world.rank)
+        self.formula = step.state_bytes(specs, optimizer, world.rank)
         if tensor:  # gathers and reduce-scatters of activations, 4 each way a layer, and at both ends of the decoder
             self.least = (8 * config.layers + 4) * batch["tokens"].numel() * config.dim
             self.least *= config.compute_dtype.itemsize * (ranks - 1) // ranks
@@ -145,11 +145,11 @@ def gathers_ahead(launches: list[str]) -> int:
     return sum(any(name[0] in "FB" for name in names) for names in between)
 
 
-def optimizer_of(name: str, config, layouts, axes):
-    """The optimizers that are compared; `layouts` as the optimizer sees the parameters."""
+def optimizer_of(name: str, config):
+    """The optimizers that are compared."""
     if name == "adamw":
         return optim.adamw(LR)
-    return optim.muon(LR, layouts, axes, parts=optim.fused_parts(model.layouts(config, Mesh(tp=1))))
+    return optim.muon(LR, parts=optim.fused_parts(model.layouts(config, Mesh(tp=1))))
 
 
 def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: int) -> dict:

@@ -95,7 +95,7 @@ def described(case: Case) -> step.Description:
     strategy, mesh = DataParallel.named(case.strategy), case.mesh
     specs, axes, optimizer = model.specs(config, mesh, strategy=strategy), Axes(mesh), optim.adamw(3e-4)
     layouts = tree.layouts(specs)
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=case.save)
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save=case.save)
     how = {"strategy": strategy, "microbatches": case.microbatches, "precision": precision}
     update = step.build_train_step(loss, optimizer, layouts, axes, **how)
     rows = strategy.batch_layout((ROWS[case.shape], config.max_seq), torch.int64, mesh, case.microbatches)
@@ -187,7 +187,7 @@ def large(mesh: Mesh) -> step.Description:
     config, strategy = model.llama(**BIG, precision=Precision.bf16_wire()), DataParallel.hsdp()
     specs, axes, optimizer = model.specs(config, mesh, strategy=strategy), Axes(mesh), optim.adamw(3e-4)
     layouts = tree.layouts(specs)
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save="inputs")
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save="inputs")
     update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy, precision=config.precision)
     rows = strategy.batch_layout((2048, config.max_seq), torch.int64, mesh)
     state = step.state_specs(specs, optimizer, strategy)
@@ -200,7 +200,7 @@ def of_depth(layers: int) -> step.Description:
     mesh = Mesh()
     specs, axes, optimizer = model.specs(config, mesh), Axes(mesh), optim.adamw(3e-4)
     layouts = tree.layouts(specs)
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save="mincut")
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save="mincut")
     update = step.build_train_step(loss, optimizer, layouts, axes)
     rows = DataParallel().batch_layout((8, config.max_seq), torch.int64, mesh)
     return step.Description(
@@ -266,7 +266,7 @@ def checked(name: str, layers: int = 64) -> step.Report:
     )  # fmt: skip
     specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh, data=strategy.tokens)
     layouts, optimizer = tree.layouts(specs), optim.adamw(3e-4)
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save="mincut")
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save="mincut")
     update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
     rows = strategy.batch_layout((2 * mesh.extent(mesh.axes(strategy.axes)), config.max_seq), torch.int64, mesh)
     batch = {"tokens": rows, "labels": rows}

@@ -37,7 +37,7 @@ def our_step(config, params, save, **jit_options):
     mesh = Mesh(dp=1)
     axes, specs = Axes(mesh), model.specs(config, mesh)
     layouts = tree.layouts(specs)
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=save)
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save=save)
     optimizer = optim.adamw(3e-4)
     train = step.jit(step.build_train_step(loss, optimizer, layouts, axes), donate=0, **jit_options)
     holder = [tree.init(step.state_specs(specs, optimizer), 0, rank=0, given=tree.map(torch.clone, params))]

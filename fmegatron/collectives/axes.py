@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+import optree
 
 from fmegatron.layout import DATA_AXES, SEQUENCE_AXES, Mesh
 from fmegatron.tree import Tree, require_mesh
+from fmegatron.tree.structure import EVERY_NAMESPACE
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World
@@ -80,3 +83,10 @@ class Axes:
     def require(self, layouts: Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of these axes."""
         require_mesh(layouts, self.mesh, who, "the axes")
+
+
+# A constant of the trees that it is in, and no leaf: what is told of tokens (`model.At`) goes through layers, which
+# take tensors only.
+cast("Any", optree.register_pytree_node)(  # its types want a Collection
+    Axes, lambda axes: ((), axes, ()), lambda axes, _: axes, namespace=EVERY_NAMESPACE
+)

@@ -22,6 +22,7 @@ from fmegatron.collectives.reshard_plan import Move, reshard_moves
 from fmegatron.collectives.wire import Wire
 from fmegatron.layout import Layout
 from fmegatron.layout.split import rooms
+from fmegatron.tree.labels import labelled, layout_of
 
 __all__ = ["reshard", "reshard_many", "whole_parts"]
 
@@ -48,7 +49,7 @@ def reshard_many(
 ) -> list[torch.Tensor]:
     """`reshard` of several values, in fewer collectives: small ones that need the same one share it.
 
-    Transposes as in `reshard`, in the dtypes of the arguments.
+    Transposes as in `reshard`, in the dtypes of the arguments. The results know their layouts.
 
     Args:
         xs: this rank's parts.
@@ -81,7 +82,8 @@ def reshard_many(
         moves, given = [todo[i].pop(0) for i in mine], ([xs[i] for i in mine], [wires[i] for i in mine])
         for i, x in zip(mine, _together(*given, moves, dsts[first], axes), strict=True):
             xs[i] = x
-    return xs
+    of_dtype = (dst.replace(dtype=x.dtype) for x, dst in zip(xs, dsts, strict=True))
+    return [labelled(x, layout) if layout_of(x) is None else x for x, layout in zip(xs, of_dtype, strict=True)]
 
 
 def _key(move, wire):

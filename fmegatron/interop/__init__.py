@@ -3,7 +3,7 @@
 save_state_dict(path, {"model": net, "optimizer": optimizer})       # or their state dicts; FSDP2, TP, plain
 load_state_dict(path, {"model": net, "optimizer": optimizer})       # in place, on any mesh; both may be fresh
 state = restore(source("iter_0000100"), layouts, world=world)       # torch's, Megatron's, Hugging Face's files
-save_dcp(path, state, layouts, world)                               # torch.distributed.checkpoint.load reads it
+save_dcp(path, state, world)                                        # torch.distributed.checkpoint.load reads it
 dcp.save(state_dict, storage_writer=FmegatronWriter(path))          # torch plans, our files
 python -m fmegatron.interop dcp-to-fmegatron | fmegatron-to-dcp
 """

@@ -33,13 +33,12 @@ from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.checkpoint.writing.saving import check_request
 from fmegatron.collectives import World
 from fmegatron.files.look import is_directory, is_there, names_in
-from fmegatron.layout import Box, Layout
+from fmegatron.layout import Box, Layout, Mesh
 
 
 def save_dcp(
     path: str | os.PathLike,
     state: tree.Tree,
-    layouts: tree.Tree,
     world: World | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
@@ -51,8 +50,8 @@ def save_dcp(
 
     Args:
         path: of a new directory.
-        state: as `checkpoint.save`.
-        layouts: as `checkpoint.save`.
+        state: tree of this rank's local tensors, which know their layouts (`tree.place`); on one process also of full
+            ones, which need not.
         world: as `checkpoint.save`.
         values: plain data by path ("optimizer/param_groups/0/lr"), stored as DCP stores objects; the same on all ranks.
 
@@ -65,9 +64,12 @@ def save_dcp(
         raise ValueError(
             f"save_dcp: got a world of {ranks.size} ranks without torch.distributed over them, wanted the same ranks"
         )
+    if alone and all(isinstance(x, torch.Tensor) and tree.layout_of(x) is None for x in tree.leaves(state)):
+        layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, Mesh()), state)
+    else:
+        layouts = tree.layouts(state)
     tensors, _ = check_request(state, layouts, ranks, {})
     paths, leaves, _ = tree.flatten(layouts)
-    leaves = [x if isinstance(x, Layout) else x.layout for x in leaves]
     by_path = dict(zip(paths, tensors, strict=True))
     shards = [
         Shard(name, layout, box)

@@ -234,11 +234,10 @@ def load(
     world: World | None = None,
     rank: int | None = None,
     read: str = "own",
-    cast: bool = True,
     device: str | torch.device | None = None,
     family: Family | None = None,
 ) -> Tree:
-    """This rank's shards of a folder's weights; it reads only what is in them.
+    """This rank's shards of a folder's weights, in the dtypes of the layouts; it reads only what is in them.
 
     Args:
         folder: with config.json and safetensors files.
@@ -247,23 +246,22 @@ def load(
         world: the ranks that load together, as `checkpoint.restore`; or
         rank: whose shards.
         read: "own", or "once": replicas read a part each, and exchange the parts.
-        cast: convert to the dtype of the layouts where another is stored; quantized weights are refused.
         device: where they go.
         family: one of your own; None: that of `model_type`.
 
     Raises:
         CheckpointError: files that are missing or not complete.
-        ValueError: names, shapes or dtypes that do not fit, each named.
+        ValueError: names, shapes or dtypes that do not fit, and quantized weights, each named.
     """
     family = family or family_of(config_of(folder))
     rule, found = from_names(decoder, family, folder), source(folder)
-    options = {"world": world, "rank": rank, "read": read, "cast": cast, "device": device}
+    options = {"world": world, "rank": rank, "read": read, "device": device}
     if isinstance(found, Foreign):  # looked at when it is opened, which is an error of all ranks
         pairs = zip(tree.paths(layouts), tree.leaves(layouts), strict=True)
         dtypes = {path: layout.dtype for path, layout in pairs if isinstance(layout, Layout)}
         wanted = {one.stored: dtypes[one.path] for one in rule.arguments[0] if one.path in dtypes}
         found = Foreign(found.text, partial(_not_quantized, found, wanted))
-    return checkpoint.restore(found, layouts, rules=[rule], **options)
+    return checkpoint.restore(found, layouts, rules=[rule], cast=True, **options)
 
 
 def _not_quantized(found: Foreign, wanted: Mapping[str, torch.dtype]) -> Source:

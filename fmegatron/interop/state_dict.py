@@ -33,6 +33,7 @@ from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
 from fmegatron.interop.stateful import Unmade, give_back, opened
 from fmegatron.layout import Layout, Mesh
+from fmegatron.tree import layouts as layouts_of
 
 
 def from_state_dict(
@@ -78,16 +79,17 @@ def _check_plain(x: torch.Tensor) -> None:
 
 
 def to_state_dict(
-    tree: dict[str, torch.Tensor],
-    layouts: dict[str, Layout],
+    arrays: dict[str, torch.Tensor],
     mesh: DeviceMesh | World,
     values: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A nested state dict by path: DTensors where a layout splits, plain tensors where all ranks hold all.
 
-    The tensors are shared, not copied. All levels are dicts with text keys ("0" for a list's first).
+    The tensors know their layouts (`tree.place`; else ValueError, naming the path), and are shared, not copied. All
+    levels are dicts with text keys ("0" for a list's first).
     """
-    sharded = {path: to_dtensor(x, layouts[path], mesh) if layouts[path].sharded else x for path, x in tree.items()}
+    known = layouts_of(arrays)
+    sharded = {path: to_dtensor(x, known[path], mesh) if known[path].sharded else x for path, x in arrays.items()}
     return nested({**sharded, **(values or {})})
 
 

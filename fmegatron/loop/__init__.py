@@ -11,7 +11,7 @@ from fmegatron.loop.flags import parse, set_up
 from fmegatron.loop.hardware import Peak, peak_of
 from fmegatron.loop.launch import launch
 from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress, read_metrics
-from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
+from fmegatron.loop.losses import BadLoss, BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
@@ -31,6 +31,7 @@ from fmegatron.loop.until import Until
 from fmegatron.loop.windows import Window, windows
 
 __all__ = [
+    "BadLoss",
     "BadLossError",
     "Begun",
     "Changes",

@@ -15,7 +15,7 @@ from fmegatron.loop.deterministic import deterministic
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
-from fmegatron.loop.losses import RollBack, RunAgain
+from fmegatron.loop.losses import BadLoss, RollBack, RunAgain
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.reading import Begun, Reading, own_part
 from fmegatron.loop.replicas import ReplicasDifferError, compare
@@ -128,9 +128,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             tokens_per_step=data.tokens,
             stop=stop,
             world=world,
-            on_nonfinite=run.options.faults.nonfinite,
-            spike=run.spike,
-            stuck=run.stuck,
+            bad=BadLoss(run.options.faults.nonfinite, run.spike, run.stuck),
             pulse=pulse,
             inject=inject,
         )
@@ -194,16 +192,12 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     if data.course is None:
         return ""
     (_, of), *later = data.course.pieces
-    layout = own_part(of, reading.of, reading.rank).layout
     text = startup(
         tree.layouts(getattr(run.specs, "params", run.specs)),
-        of.batch_size,
-        of.seq_len,
+        own_part(of, reading.of, reading.rank).layout,
         steps,
         run.start,
-        layout.shard_counts[0],
         microbatches=run.microbatches,
-        sequence_ranks=layout.shard_counts[1],
         flops_per_token=run.flops_per_token,
     )
     for first, piece in later:

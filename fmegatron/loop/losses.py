@@ -84,6 +84,24 @@ def check_action(name: str, value: str) -> None:
 
 
 @dataclass(frozen=True)
+class BadLoss:
+    """What follows on which losses of `train`.
+
+    nonfinite: when loss or grad_norm of a log point is not finite, and numbers of the state neither, one of `ACTIONS`:
+    "raise" NonFiniteError on all ranks, which names step and leaves (on several ranks one step later), or "warn", or
+    another. Where the state is finite (an optimizer skipped the update), rank 0 warns and training goes on.
+    spike: what a loss that is too high is, and what follows; None: nothing. stuck: the same for one that does not move.
+    """
+
+    nonfinite: str = "raise"
+    spike: LossSpike | None = None
+    stuck: LossStuck | None = None
+
+    def __post_init__(self):
+        check_action("BadLoss: nonfinite", self.nonfinite)
+
+
+@dataclass(frozen=True)
 class Finding:
     """A bad loss: the update, what is wrong in words, and the action."""
 

@@ -65,13 +65,13 @@ def judge(
     shown: Mapping[str, float],
     finite_at: int | None,
     world=None,
-    on_nonfinite: str = "raise",
+    nonfinite: str = "raise",
     first_bad: int | None = None,
 ) -> None:
     """What the loop does after a log point whose loss or norm is not finite on some rank. All ranks call it.
 
     state: as it is now. step, shown: the log point and its broken metrics (empty where only another rank saw one).
-    finite_at: the log point before, where all was finite. on_nonfinite: one of `losses.ACTIONS`. first_bad: the
+    finite_at: the log point before, where all was finite. nonfinite: one of `losses.ACTIONS`. first_bad: the
     first bad update. Where the state is finite, or with "warn", rank 0 warns and training goes on; with "roll back" and
     "rerun" it raises `RollBack` and `RunAgain`, else NonFiniteError.
     """
@@ -90,19 +90,19 @@ def judge(
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     count = f"{len(found)} of {len(tree.leaves(state))} leaves"
     text = f"step {step}: {what}{since}; not finite in the state: {listed}{more}, {count}{where}"
-    if on_nonfinite in ("roll back", "rerun"):
-        kind = RollBack if on_nonfinite == "roll back" else RunAgain
+    if nonfinite in ("roll back", "rerun"):
+        kind = RollBack if nonfinite == "roll back" else RunAgain
         raise kind(
             f"{text}; `Run` goes back, a loop by hand does it itself", step if first_bad is None else first_bad, step
         )
-    if on_nonfinite != "warn":
+    if nonfinite != "warn":
         fix = (
             "go back to a checkpoint from before (Manager.restore_latest prefers those whose loss and norm were "
-            "finite), with a lower rate, clipping, other data or optim.skip_nonfinite; on_nonfinite='warn' trains on "
+            "finite), with a lower rate, clipping, other data or optim.skip_nonfinite; nonfinite='warn' trains on "
             "regardless"
         )
         raise NonFiniteError(f"{text}; {fix}", step, [path for path, _ in found], first_bad)
-    _warn(f"{text}; training goes on, as on_nonfinite='warn' says", world)
+    _warn(f"{text}; training goes on, as nonfinite='warn' says", world)
 
 
 def _is_bad(x: torch.Tensor) -> torch.Tensor:

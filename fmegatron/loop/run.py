@@ -224,9 +224,8 @@ class Run:
                 "Run.inference: got a step of another model, wanted that of a decoder: a Description with `decoder`, "
                 "as model.build makes it"
             )
-        layouts = tree.layouts(self.described.state.params)
         axes = Axes(self.mesh, self.world if self.world.size > 1 else None)
-        return model.inference(self.state.params, self.described.decoder, layouts, axes)
+        return model.inference(self.state.params, self.described.decoder, axes)
 
 
 def _by_name(evaluate: Any) -> dict[str, Callable]:

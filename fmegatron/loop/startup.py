@@ -10,55 +10,50 @@ from fmegatron.layout import Layout
 
 
 def startup(
-    layouts: tree.Tree,
-    batch_size: int,
-    seq_len: int,
+    params: tree.Tree,
+    tokens: Layout,
     steps: int,
     start: int = 0,
-    data_ranks: int = 1,
     *,
     microbatches: int = 1,
-    sequence_ranks: int = 1,
     flops_per_token: float | None = None,
 ) -> str:
     """Lines about what is going to run: mesh, parameters, memory per rank, batch, tokens, FLOPs.
 
     Args:
-        layouts: tree of Layouts of the parameters (not of the full state).
-        batch_size: sequences per step, all ranks together.
-        seq_len: tokens per sequence.
+        params: tree of Layouts of the parameters (not of the full state).
+        tokens: Layout of a batch of tokens, all ranks together: [sequences, tokens of each].
         steps: the last update.
         start: updates done before.
-        data_ranks: ranks that get different sequences.
         microbatches: parts of a batch.
-        sequence_ranks: ranks that share a sequence.
         flops_per_token: forward and backward; None counts 6 for each parameter (every matrix: 2 forward, 4 backward).
 
     Raises:
         ValueError: the batch cannot be cut into equal parts for the data ranks and microbatches.
     """
+    (batch_size, seq_len), (data_ranks, sequence_ranks) = tokens.shape, tokens.shard_counts[:2]
     parts = data_ranks * microbatches
     if batch_size % parts:
         raise ValueError(
             f"batch_size: got {batch_size}, wanted a multiple of {parts} ({data_ranks} data ranks x {microbatches} "
             f"microbatches); try {math.ceil(batch_size / parts) * parts}"
         )
-    leaves: list[Layout] = tree.leaves(layouts)
+    leaves: list[Layout] = tree.leaves(params)
     mesh = leaves[0].mesh
     parameters = sum(math.prod(layout.shape) for layout in leaves)
     rank_bytes = max(sum(layout.local_nbytes(rank) for layout in leaves) for rank in {0, mesh.size - 1})
-    tokens = batch_size * seq_len
+    count = batch_size * seq_len
     left = max(0, steps - start)
     done = f" (more than the {steps:,} that were asked for are done)" if start > steps else ""
-    flops = (6 * parameters if flops_per_token is None else flops_per_token) * tokens
+    flops = (6 * parameters if flops_per_token is None else flops_per_token) * count
     return "\n".join(
         (
             f"mesh         {mesh or 'one rank'}: {mesh.size} rank{'s' * (mesh.size > 1)}",
             f"parameters   {parameters:,} in {len(leaves)} leaves, {_bytes(rank_bytes)} of them on a rank",
-            f"batch        {batch_size} x {seq_len} = {tokens:,} tokens per step; {batch_size // parts} x "
+            f"batch        {batch_size} x {seq_len} = {count:,} tokens per step; {batch_size // parts} x "
             f"{seq_len // sequence_ranks} per rank and microbatch "
             f"({data_ranks} data ranks, {microbatches} microbatches)",
-            f"steps        {start:,} to {max(start, steps):,}: {left * tokens:,} tokens{done}",
+            f"steps        {start:,} to {max(start, steps):,}: {left * count:,} tokens{done}",
             f"FLOPs        {flops:.3g} per step, {flops * left:.3g} in all",
         )
     )

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fmegatron.collectives import World
 from fmegatron.data import Source, ahead
 from fmegatron.data.contract import require_source
 from fmegatron.loop.faults import Injector, Pulse
-from fmegatron.loop.losses import LossSpike, LossStuck, check_action
+from fmegatron.loop.losses import BadLoss
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import broken, look
 from fmegatron.loop.signals import Stop
@@ -77,9 +78,7 @@ def train(
     tokens_per_step: int | Callable[[int], int] = 0,
     stop: Stop | None = None,
     world=None,
-    on_nonfinite: str = "raise",
-    spike: LossSpike | None = None,
-    stuck: LossStuck | None = None,
+    bad: BadLoss = BadLoss(),  # noqa: B008  a frozen value
     pulse: Pulse | None = None,
     inject: Injector | None = None,
 ) -> Iterator[StepInfo]:
@@ -101,12 +100,7 @@ def train(
         stop: the run ends soon after any rank was asked to stop (`signals.catch`), all ranks after the same step: the
             question of step n is answered at step n + 1, so that no rank waits for the others.
         world: the running ranks, None for one.
-        on_nonfinite: what happens when loss or grad_norm of a log point is not finite, and numbers of the state
-            neither, one of `losses.ACTIONS`: "raise" NonFiniteError on all ranks, which names step and leaves (on
-            several ranks one step later), or "warn", or another. Where the state is finite (an optimizer skipped the
-            update), rank 0 warns and training goes on.
-        spike: what a loss that is too high is, and what follows; None: nothing.
-        stuck: the same for a loss that does not move.
+        bad: what follows on losses that are not finite, too high, or do not move.
         pulse: is kept informed which section of the run this rank is in (`faults.watched`).
         inject: faults that are to happen.
 
@@ -118,39 +112,53 @@ def train(
             raise ValueError(f"train: {name}: got {value!r:.60}, wanted a whole number of at least {least}")
     log_every, start, steps = int(log_every), int(start), int(steps)
     require_source(source, "train: source")
-    check_action("train: on_nonfinite", on_nonfinite)
     if start > steps and (world is None or world.rank == 0):
         text = (
             f"train: got steps={steps}, but {start} steps are done: nothing is trained; ask for more than {start} steps"
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    verdicts = Verdicts(on_nonfinite, spike, stuck, world)
     tokens = tokens_per_step if callable(tokens_per_step) else lambda number: tokens_per_step
-    pulse, inject = pulse or Pulse(), inject or Injector()
-    given = steps, start, log_every, tokens, stop or Stop(), world, verdicts, pulse, inject
-    return _read_ahead(step, state, source, *given)
+    watch = stop or Stop(), Verdicts(bad, world), pulse or Pulse(), inject or Injector()
+    return _read_ahead(_Loop(step, start, steps, log_every, tokens, world, *watch), state, source)
 
 
-def _read_ahead(step, state, source, *given):
+@dataclass(frozen=True)
+class _Loop:
+    """Updates start + 1 .. steps, what is known of each, and who watches them."""
+
+    step: Callable[[Tree, Tree], tuple[Tree, dict]]
+    start: int
+    steps: int
+    log_every: int
+    tokens: Callable[[int], int]
+    world: World | None
+    stop: Stop
+    verdicts: Verdicts
+    pulse: Pulse
+    inject: Injector
+
+
+def _read_ahead(loop: _Loop, state: Tree, source: Source) -> Iterator[StepInfo]:
     """`_updates`, whose batches are made while the step before runs."""
     with ahead(source) as reader:
-        at, before = given[1], 0.0
-        for info in _updates(step, state, reader, *given):
+        at, before = loop.start, 0.0
+        for info in _updates(loop, state, reader):
             if info.metrics:
                 info = replace(info, waited=(reader.waited - before) / (info.step - at))
                 at, before = info.step, reader.waited
             yield info
 
 
-def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world, verdicts, pulse, inject):
+def _updates(loop: _Loop, state: Tree, batch_at: Callable[[int], Tree]) -> Iterator[StepInfo]:
+    step, world, stop, verdicts, pulse = loop.step, loop.world, loop.stop, loop.verdicts, loop.pulse
     alone = world is None or world.size == 1
     asked = None  # of the step before: its question
     seconds, counted, words = 0.0, 0, 0
-    for number in range(start + 1, steps + 1):
-        pulse.enter("compile" if number == start + 1 else "step", number)
+    for number in range(loop.start + 1, loop.steps + 1):
+        pulse.enter("compile" if number == loop.start + 1 else "step", number)
         began = time.perf_counter()
         batch = batch_at(number - 1)
-        inject("step", number, state)
+        loop.inject("step", number, state)
         before, (state, metrics) = state, step(state, batch)
         if verdicts.skips:
             state = verdicts.skip(number, before, state, metrics)
@@ -160,8 +168,8 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
             (stopping,), saving = stop.ask()(), stop.saving
         elif asked is not None:
             (stopping, *doubt), saving, about = asked(), stop.saving, number - 1
-        last = stopping or number == steps
-        logs = last or number == start + 1 or number % log_every == 0
+        last = stopping or number == loop.steps
+        logs = last or number == loop.start + 1 or number % loop.log_every == 0
         values, shown = verdicts.see(number, metrics, logs)
         if alone:
             doubt = list(shown)
@@ -176,7 +184,7 @@ def _updates(step, state, batch_at, steps, start, log_every, tokens, stop, world
         if any(doubt):
             verdicts.judge(state, number, about, *doubt)
         seconds, counted = seconds + time.perf_counter() - began, counted + 1
-        words += tokens(number)
+        words += loop.tokens(number)
         pulse.enter("caller")
         if logs:
             speed = words / seconds if words else 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.loop.losses import ACTIONS, BadLossError, Finding, LossSpike, LossStuck, LossWatch, RollBack, RunAgain
+from fmegatron.loop.losses import ACTIONS, BadLoss, BadLossError, Finding, LossWatch, RollBack, RunAgain
 from fmegatron.loop.metrics import fetch
 from fmegatron.loop.nonfinite import WATCHED, broken, judge
 from fmegatron.step import Donated
@@ -19,10 +19,10 @@ _NEVER = 1 << 62
 class Verdicts:
     """Of one call of `train`. skips: whether updates may be taken back, each judged at once."""
 
-    def __init__(self, on_nonfinite: str, spike: LossSpike | None, stuck: LossStuck | None, world):
-        self.on_nonfinite, self.watch, self.world = on_nonfinite, LossWatch(spike, stuck), world
-        self.skips = on_nonfinite == "skip" or (spike is not None and spike.then == "skip")
-        self._all = bool(self.watch) or on_nonfinite in ("roll back", "rerun")
+    def __init__(self, bad: BadLoss, world):
+        self.nonfinite, self.watch, self.world = bad.nonfinite, LossWatch(bad.spike, bad.stuck), world
+        self.skips = bad.nonfinite == "skip" or (bad.spike is not None and bad.spike.then == "skip")
+        self._all = bool(self.watch) or bad.nonfinite in ("roll back", "rerun")
         self._recent: list[tuple[int, dict[str, Any]]] = []  # since the last log point: updates and what is watched
         self._shown: dict[int, Mapping[str, float]] = {}  # of the last log points: what is not finite
         self._finite: deque[int] = deque(maxlen=3)  # the last log points where all was
@@ -60,7 +60,7 @@ class Verdicts:
         """
         if not_finite:
             first = self._agreed(self._first_broken or about) if self._all else about
-            action = "raise" if self.on_nonfinite == "skip" else self.on_nonfinite
+            action = "raise" if self.nonfinite == "skip" else self.nonfinite
             before = max((n for n in self._finite if n < about), default=None)
             try:
                 judge(state, about, self._shown.get(about, {}), before, self.world, action, first)
@@ -104,7 +104,7 @@ class Verdicts:
                     "jit(..., donate=()), or skip within the step, which costs nothing: optim.skip_nonfinite"
                 )
         values = fetch({name: metrics[name] for name in WATCHED if name in metrics})
-        shown, found = broken(values) if self.on_nonfinite == "skip" else {}, None
+        shown, found = broken(values) if self.nonfinite == "skip" else {}, None
         if self.watch and not shown and "loss" in values:
             found = self.watch.see(number, values["loss"])
         takes_back = bool(shown) or (found is not None and found.then == "skip")

@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None, lines: TextIO | None = None, out: Te
     source: TextIO = sys.stdin if lines is None else lines
     target: TextIO = sys.stdout if out is None else out
     try:
-        decoder, params, layouts, tokenizer = opened(given.checkpoint, tokenizer=given.tokenizer, device=given.device)
+        decoder, params, _, tokenizer = opened(given.checkpoint, tokenizer=given.tokenizer, device=given.device)
         if tokenizer is None:
             raise ValueError(
                 f"{given.checkpoint}: got a checkpoint without its tokenizer, wanted one; pass --tokenizer, a file "
                 "that tokenizer.save wrote"
             )
         compile = step.jit if given.compile else None
-        of = inference(params, decoder, layouts, Axes(Mesh()), compile=compile)
+        of = inference(params, decoder, Axes(Mesh()), compile=compile)
         if given.command == "score":
             _score(of, tokenizer, given, target)
         elif (template := _template(tokenizer, given)) is not None:

@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from fmegatron.collectives import Axes
+from fmegatron.layout import Mesh
 from fmegatron.tree import Init, Normal
 
 
@@ -45,7 +47,8 @@ class At(NamedTuple):
     these positions, for a mixer that has one; for a block by the names of its parts. draws: int64 [B, S], a number for
     each token of the run and this block, the count of its random numbers (`nn.dropout`); None: none are drawn. padding:
     bool [B, S], True where there is no token, which no statistic and no loss of a router counts ("not learned from" is
-    another thing: the mask and the labels of the loss); None: there is none.
+    another thing: the mask and the labels of the loss); None: there is none. axes: of the mesh, by which tokens and
+    arrays are split (`Axes(mesh)`).
     """
 
     positions: Tensor
@@ -53,10 +56,15 @@ class At(NamedTuple):
     angles: tuple[Tensor, Tensor] | dict[str, tuple[Tensor, Tensor]] | None = None
     draws: Tensor | None = None
     padding: Tensor | None = None
+    axes: Axes = Axes(Mesh())
 
     def splits(self, x_BSD: Tensor) -> bool:
         """Whether x holds this tp rank's part of the sequence only (sequence parallelism)."""
         return x_BSD.shape[1] != self.positions.shape[-1]
+
+    def unsplit(self) -> At:
+        """The same of sequences that nothing splits, as generation reads them."""
+        return self._replace(axes=Axes(Mesh()))
 
     def rotation(self, who: str) -> tuple[Tensor, Tensor]:
         """`angles` of one mixer. ValueError where there are none: positions would be ignored in silence."""

@@ -98,18 +98,18 @@ class Attention(Mixer):
                 got = getattr(self, name)
                 raise ValueError(f"Attention.{name}: got {got}, wanted a multiple of tp={tp} on the mesh {mesh}; {fix}")
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
 
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
         """
-        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
-        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at, axes=axes)
-        return self._finish(o_BSHK, w, at.splits(u_BSD), axes)
+        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at)
+        o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at)
+        return self._finish(o_BSHK, w, at.splits(u_BSD), at.axes)
 
-    def _project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
-        tp, split, K = axes["tp"], at.splits(u_BSD), self.head_dim
+        tp, split, K = at.axes["tp"], at.splits(u_BSD), self.head_dim
         heads, kv_heads = self.heads // tp.size, max(1, self.kv_heads // tp.size)
         if not self.kv_copies:
             qkv_BSF = nn.column_parallel(u_BSD, w["wqkv"], tp, split)
@@ -147,9 +147,7 @@ class Attention(Mixer):
         own = declare(shard(w_DGK, tp, dim), tp, backward=("sharded", dim))
         return declare(own.flatten(-2), tp, forward=("sharded", dim))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None, axes: Axes | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None) -> Tensor:
         """What the heads of this rank read: o[B, S, H, K].
 
         Args:
@@ -157,12 +155,11 @@ class Attention(Mixer):
             k: keys.
             v: values.
             w: the arrays.
-            at: of the tokens.
+            at: of the tokens; its axes say what splits the sequence.
             mask: who sees whom, where that is not as `at` states.
-            axes: Axes(mesh); None: nothing splits the sequence.
         """
         attention = attention_of(
-            at, axes=axes, form=self.context, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap,
+            at, form=self.context, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap,
             sinks_H=w["sinks"] if self.sinks else None, dropout=self.dropout,
         )  # fmt: skip
         return attention(q, k, v)
@@ -173,13 +170,13 @@ class Attention(Mixer):
         return order_of(self.context)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: dict | None, slots: Slots | None
+        self, u_BSD: Tensor, w: Tree, at: At, cache: dict | None, slots: Slots | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is {"k", "v": [B, T, G, K]} of this rank's heads."""
-        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
+        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at)
         held, mask = remembered(k_BSGK, v_BSGK, cache, slots, self.window)
-        o_BSHK = self.attend(q_BSHK, held["k"], held["v"], w, at, mask)
-        return self._finish(joined(o_BSHK, cache), w, False, axes), held
+        o_BSHK = self.attend(q_BSHK, held["k"], held["v"], w, at.unsplit(), mask)
+        return self._finish(joined(o_BSHK, cache), w, False, at.axes), held
 
     def new_cache(self, one: dict, rows: int, slots: int) -> dict[str, Tensor]:
         """A slot for each token."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Axis, axis_index, declare
+from fmegatron.collectives import Axis, axis_index, declare
 from fmegatron.model.arrays import At
 from fmegatron.model.draws import dropping
 from fmegatron.model.mixer import Order, Slots
@@ -23,7 +23,6 @@ DEALT: tuple[Context, ...] = ("balanced", "two_level_balanced")  # of sequences 
 def attention_of(
     at: At,
     *,
-    axes: Axes | None = None,
     form: Context | None = None,
     mask: Tensor | None = None,
     window: int | None = None,
@@ -36,8 +35,7 @@ def attention_of(
     `q[B, S, H, K], k, v[B, T, G, K] -> o[B, S, H, K]`; over cp to the keys of all its ranks.
 
     Args:
-        at: positions and documents of this rank's tokens.
-        axes: Axes(mesh), of which cp (and cpi) split the sequence; None: nothing does.
+        at: positions and documents of this rank's tokens, and the axes, of which cp (and cpi) split the sequence.
         form: over cp. "ring"; "balanced": a ring whose ranks have the sequence in the order of `nn.zigzag`; "gathered":
             of keys and values; "ulysses": heads exchanged for positions. Over cp and inside of it cpi, one for fast
             links: "two_level": heads exchanged over cpi, a ring over cp; "two_level_balanced": the same, in the order
@@ -52,8 +50,8 @@ def attention_of(
     Raises ValueError for a balanced form over cp and tokens whose positions the batch does not have, and for dropout
     over cp.
     """
-    drop = dropping(dropout, at, axes)
-    if axes is None or axes.sequence.size == 1:
+    axes, drop = at.axes, dropping(dropout, at)
+    if axes.sequence.size == 1:
         mask = visible_of(at, window) if mask is None else mask
         how = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H, "drop": drop}
         return functools.partial(nn.attention, mask_ST=mask, **how)
@@ -64,17 +62,17 @@ def attention_of(
             f"batch['positions']: got none, wanted int64 [B, S], since context={form!r} has the tokens in zigzag order"
             f"; give data.Batches(..., zigzag={dealt}), which adds them, or choose context='ring'"
         )
-    of: dict[str, Any] = {"positions": at.positions, "documents": at.documents}
-    of |= {"window": window, "softcap": softcap, "sinks_H": sinks_H}
+    causal = nn.Causal(at.positions, at.documents, window, balanced)
+    over: Callable[..., Tensor]
     if form == "gathered":
-        over = functools.partial(nn.gathered_attention, cp=cp, **of)
+        over = functools.partial(nn.gathered_attention, cp=cp)
     elif form == "ulysses":
-        over = functools.partial(nn.ulysses_attention, cp=cp, tp=axes["tp"], **of)
+        over = functools.partial(nn.ulysses_attention, cp=cp, tp=axes["tp"])
     elif form in ("two_level", "two_level_balanced"):
-        over_both = {"outer": axes["cp"], "inner": axes["cpi"], "balanced": balanced, "tp": axes["tp"]}
-        over = functools.partial(nn.two_level_attention, **over_both, **of)
+        over = functools.partial(nn.two_level_attention, axes=axes)
     else:
-        over = functools.partial(nn.ring_attention, cp=cp, balanced=balanced, **of)
+        over = functools.partial(nn.ring_attention, cp=cp)
+    over = functools.partial(over, causal=causal, softcap=softcap, sinks_H=sinks_H)
     if scale is None:
         return over
     return lambda q, k, v: over(q * (scale * q.shape[-1] ** 0.5), k, v)  # the forms divide by sqrt(K)

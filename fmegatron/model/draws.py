@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, shard
+from fmegatron.collectives import shard
 from fmegatron.layout import Layout
 from fmegatron.model.arrays import At
 
@@ -42,34 +42,34 @@ def draws_of(
     return lambda depth: (first_BS + depth) ^ key
 
 
-def dropped(x_BSD: Tensor, rate: float, name: str, at: At, axes: Axes) -> Tensor:
+def dropped(x_BSD: Tensor, rate: float, name: str, at: At) -> Tensor:
     """x with dropout of its elements; x itself where nothing is drawn. name: of what it is, unique in a block."""
     if not rate or at.draws is None:
         return x_BSD
-    return nn.dropout(x_BSD, rate, key=tree.fold_in(0, name), count=_own(at, x_BSD, axes))
+    return nn.dropout(x_BSD, rate, key=tree.fold_in(0, name), count=_own(at, x_BSD))
 
 
-def jittered(u_BSD: Tensor, eps: float, at: At, axes: Axes) -> Tensor:
+def jittered(u_BSD: Tensor, eps: float, at: At) -> Tensor:
     """A router's argument (`nn.jittered`); itself where nothing is drawn."""
     if not eps or at.draws is None:
         return u_BSD
-    return nn.jittered(u_BSD, eps, key=tree.fold_in(0, "router jitter"), count=_own(at, u_BSD, axes))
+    return nn.jittered(u_BSD, eps, key=tree.fold_in(0, "router jitter"), count=_own(at, u_BSD))
 
 
-def noisy(logits_BSE: Tensor, std: float, at: At, axes: Axes) -> Tensor:
+def noisy(logits_BSE: Tensor, std: float, at: At) -> Tensor:
     """A router's logits (`nn.noisy`); themselves where nothing is drawn."""
     if not std or at.draws is None:
         return logits_BSE
-    return nn.noisy(logits_BSE, std, key=tree.fold_in(0, "router noise"), count=_own(at, logits_BSE, axes))
+    return nn.noisy(logits_BSE, std, key=tree.fold_in(0, "router noise"), count=_own(at, logits_BSE))
 
 
-def dropping(rate: float, at: At, axes: Axes | None) -> Callable[[Tensor], Tensor] | None:
+def dropping(rate: float, at: At) -> Callable[[Tensor], Tensor] | None:
     """`nn.attention(drop=)`: dropout of the weights p[B, H, S, T] with which this rank's heads read the keys, in order.
 
     Raises ValueError where cp splits the sequence: a rank of a ring never has all the keys of a query.
     """
-    draws_BS = at.draws
-    if not rate or draws_BS is None or axes is None:
+    draws_BS, axes = at.draws, at.axes
+    if not rate or draws_BS is None:
         return None
     if axes.sequence.size > 1:
         raise ValueError(
@@ -82,7 +82,7 @@ def dropping(rate: float, at: At, axes: Axes | None) -> Callable[[Tensor], Tenso
         p_BSHT = p_BHST.transpose(1, 2)
         B, S, H, T = p_BSHT.shape
         layout = Layout((B, S, H * tp.size, T), p_BSHT.dtype, axes.mesh, (None, None, tp.names))  # of its own rows
-        how = {"key": tree.fold_in(0, "attention"), "count": draws_BS, "layout": layout, "axes": axes}
+        how = {"key": tree.fold_in(0, "attention"), "count": draws_BS, "layout": layout}
         return nn.dropout(p_BSHT, rate, **how).transpose(1, 2)
 
     return drop
@@ -94,7 +94,7 @@ def require_rate(rate: float, field: str) -> None:
         raise ValueError(f"{field}: got {rate!r}, wanted a probability from 0 to 1")
 
 
-def _own(at: At, x_BSX: Tensor, axes: Axes) -> Tensor:
+def _own(at: At, x_BSX: Tensor) -> Tensor:
     """`At.draws` of the tokens of x, which may be this tp rank's part of the sequence."""
     assert at.draws is not None
-    return shard(at.draws, axes["tp"], 1) if at.splits(x_BSX) else at.draws
+    return shard(at.draws, at.axes["tp"], 1) if at.splits(x_BSX) else at.draws

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fmegatron import nn, step, tree
 from fmegatron.collectives import Axes, all_gather, enter
+from fmegatron.layout import Layout, Mesh
 from fmegatron.model.arrays import At
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import MTP, Block, Decoder
@@ -26,9 +27,7 @@ from fmegatron.model.weights import Weights, adapted_named, embedded
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
-def block(
-    x_BSD: Tensor, w: dict, at: At, *, parts: Block, axes: Axes, mix: Callable | None = None
-) -> Tensor | tuple[Tensor, dict]:
+def block(x_BSD: Tensor, w: dict, at: At, *, parts: Block, mix: Callable | None = None) -> Tensor | tuple[Tensor, dict]:
     """x + mixer(norm(x)), part after part: a pure function of tensors, compiled once for all blocks with these parts.
 
     `x[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, or S_tp at both ends with sequence parallelism. Where mixers give statistics
@@ -40,15 +39,14 @@ def block(
             of the mixer, and of the norms `name`_norm and `name`_after.
         at: of the tokens.
         parts: of the block.
-        axes: Axes(mesh).
         mix: mix(part, u, w, at) in place of the mixer, for generation; None: the mixer itself.
     """
     statistics = {}
     for part in parts:
-        u_BSD = x_BSD if part.norm is None else part.norm(x_BSD, w[f"{part.name}_norm"], at, axes)
+        u_BSD = x_BSD if part.norm is None else part.norm(x_BSD, w[f"{part.name}_norm"], at)
         given = (u_BSD, w[part.name], at.of(part.name))
         with adapted_named(part.name, w[part.name]):
-            y_BSD = part.mixer(*given, axes) if mix is None else mix(part, *given)
+            y_BSD = part.mixer(*given) if mix is None else mix(part, *given)
         if isinstance(y_BSD, tuple):
             y_BSD, statistics[part.name] = y_BSD
         if not isinstance(y_BSD, Tensor) or y_BSD.shape != u_BSD.shape:
@@ -57,8 +55,8 @@ def block(
                 f"{type(part.mixer).__name__} of the part {part.name!r}: got {got} from it, wanted the shape of its "
                 f"argument, {tuple(u_BSD.shape)}; return what is added to the stream, or (it, statistics)"
             )
-        y_BSD = y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at, axes)
-        x_BSD = x_BSD + dropped(y_BSD, part.dropout, part.name, at, axes)
+        y_BSD = y_BSD if part.after is None else part.after(y_BSD, w[f"{part.name}_after"], at)
+        x_BSD = x_BSD + dropped(y_BSD, part.dropout, part.name, at)
     return (x_BSD, statistics) if statistics else x_BSD
 
 
@@ -96,18 +94,18 @@ def contexts(batch: dict, decoder: Decoder, axes: Axes, samples: Tensor | None =
     found = decoder.at(positions, documents, decoder.blocks, padding)
     if decoder.mtp is not None:
         found += decoder.at(positions, documents, (decoder.mtp.block,), padding) * behind
-    first = At(positions, draws=draws(0), padding=padding)
-    return [first, *(at._replace(draws=draws(depth)) for depth, at in enumerate(found, 1))]
+    first = At(positions, draws=draws(0), padding=padding, axes=axes)
+    return [first, *(at._replace(draws=draws(depth), axes=axes) for depth, at in enumerate(found, 1))]
 
 
-def embed(ids_BS: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes, n: int = 0) -> Tensor:
+def embed(ids_BS: Tensor, w: dict, at: At, decoder: Decoder, n: int = 0) -> Tensor:
     """`ids[B, S] -> x[B, S, D]@R(tp)`, S_tp with sequence parallelism, in the compute dtype.
 
     w: weights of the embedding, whole over the data axes (`gather_weights`). at: the first of `contexts`. n: which of
     the tokens it is, for dropout: 0 the token, 1 and more those behind it, for `Decoder.mtp`.
     """
-    x_BSD = embedded(ids_BS, w, at.positions, decoder, axes, decoder.sequence_parallel)
-    return dropped(x_BSD, decoder.embed_dropout, f"embed {n}", at, axes)
+    x_BSD = embedded(ids_BS, w, at.positions, decoder, at.axes, decoder.sequence_parallel)
+    return dropped(x_BSD, decoder.embed_dropout, f"embed {n}", at)
 
 
 def blocks(
@@ -125,25 +123,25 @@ def blocks(
     return x_BSD, statistics
 
 
-def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
+def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder) -> Tensor:
     """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
-    return _scores(decoder.norm(x_BSD, w["final_norm"], at, axes), w, at, decoder, axes)
+    return _scores(decoder.norm(x_BSD, w["final_norm"], at), w, at, decoder)
 
 
-def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder, axes: Axes) -> Tensor:
+def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder) -> Tensor:
     """The head, of what has been through its norm."""
-    return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), axes["tp"], at.splits(x_BSD)))
+    return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), at.axes["tp"], at.splits(x_BSD)))
 
 
 def _head(w: dict, decoder: Decoder) -> nn.Weight:
     return nn.dense(w["embed"]["table"]).t() if decoder.tied else w["head"]["w"]
 
 
-def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder, axes: Axes):
+def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder):
     """(nll[B, S], lse[B, S]) of what has been through the norm of the head."""
-    tp, split = axes["tp"], at.splits(x_BSD)
+    tp, split = at.axes["tp"], at.splits(x_BSD)
     if decoder.loss_chunks == 1:
-        return nn.cross_entropy(_scores(x_BSD, w, at, decoder, axes), labels_BS, tp, decoder.vocab_size)
+        return nn.cross_entropy(_scores(x_BSD, w, at, decoder), labels_BS, tp, decoder.vocab_size)
     x_BSD = all_gather(x_BSD, tp, 1) if split else enter(x_BSD, tp)
     how = {"chunks": decoder.loss_chunks, "softcap": decoder.logit_softcap}
     return nn.chunked_cross_entropy(x_BSD, _head(w, decoder), labels_BS, tp, decoder.vocab_size, **how)
@@ -154,7 +152,6 @@ def logits(
     params: dict,
     tokens_BS: Tensor,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -165,16 +162,14 @@ def logits(
     The arguments are those of `hidden`, of a batch of tokens alone.
     """
     batch = {"tokens": tokens_BS}
-    layouts, axes = _known(params, layouts, axes)
-    found = hidden(params, batch, decoder, layouts, axes, save, offload, reshard_after_forward)
-    return read_out(*found[:3], decoder, axes)
+    found = hidden(params, batch, decoder, axes, save, offload, reshard_after_forward)
+    return read_out(*found[:3], decoder)
 
 
 def hidden(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -184,12 +179,11 @@ def hidden(
     statistics of its parts): `read_out` makes logits of it.
 
     Args:
-        params: this rank's shards.
+        params: this rank's shards, which know their layouts; one process's full arrays need not.
         batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
             split over the data axes, S over cp: in order, unless positions are given.
         decoder: the model.
-        layouts: of the parameters; None: those that they know (`tree.layout_of`).
-        axes: Axes(mesh); None: of the mesh of the layouts.
+        axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
         offload: bytes from which on it waits in host memory (`step.layers`).
         reshard_after_forward: the groups of weights that are gathered for a use and gone after it ("blocks": each block
@@ -200,30 +194,39 @@ def hidden(
             tied table all but "head": it is used at both ends, and freeing it in between costs one more gather and
             reduce-scatter.
     """
-    layouts, axes = _known(params, layouts, axes)
+    layouts, axes = known(params, axes)
     weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
     at = contexts(batch, decoder, axes)
-    x_BSD = embed(batch["tokens"], weights["embed"]["embed"], at[0], decoder, axes)
-    x_BSD, statistics = blocks(x_BSD, at[1 : 1 + decoder.layers], weights.layers(_blocks_of(decoder, axes)))
+    x_BSD = embed(batch["tokens"], weights["embed"]["embed"], at[0], decoder)
+    x_BSD, statistics = blocks(x_BSD, at[1 : 1 + decoder.layers], weights.layers(_blocks_of(decoder)))
     return x_BSD, weights["head"], at[1], statistics
 
 
-def _blocks_of(decoder: Decoder, axes: Axes) -> list[tuple[int, Callable]]:
+def _blocks_of(decoder: Decoder) -> list[tuple[int, Callable]]:
     """(depth, f(x, weights, at)) of the blocks; equal blocks are one function."""
-    run_of = {parts: functools.partial(block, parts=parts, axes=axes) for parts in decoder.blocks}
+    run_of = {parts: functools.partial(block, parts=parts) for parts in decoder.blocks}
     return [(depth, run_of[parts]) for depth, parts in enumerate(decoder.blocks)]
 
 
-def _depths_of(mtp: MTP, decoder: Decoder, axes: Axes) -> list[tuple[int, Callable]]:
+def _depths_of(mtp: MTP, decoder: Decoder) -> list[tuple[int, Callable]]:
     """The same of the depths of multi-token prediction: they take the embedding and the stream beside each other."""
-    run = functools.partial(predict, block=block, mtp=mtp, axes=axes)
+    run = functools.partial(predict, block=block, mtp=mtp)
     return [(decoder.layers + n, run) for n in range(mtp.depths)]
 
 
-def _known(params: dict, layouts: dict | None, axes: Axes | None) -> tuple[dict, Axes]:
-    """The layouts of the parameters and the axes of their mesh, where these are not given."""
-    known: dict = tree.layouts(params) if layouts is None else layouts
-    return known, axes or Axes(tree.leaves(known)[0].mesh)
+def known(params: dict, axes: Axes | None) -> tuple[dict, Axes]:
+    """The layouts of the parameters, and the axes of their mesh where these are not given; on one rank what does not
+    know its layout is full. Raises ValueError, naming the path, where it is not known on several."""
+    stated = next(filter(None, map(tree.layout_of, tree.leaves(params))), None)
+    mesh = stated.mesh if stated is not None else Mesh() if axes is None else axes.mesh
+    axes = axes or Axes(mesh)
+    if mesh.size > 1 or axes.mesh.size > 1:
+        return tree.layouts(params), axes
+
+    def one(leaf: Tensor) -> Layout:
+        return tree.layout_of(leaf) or Layout(tuple(leaf.shape), leaf.dtype, mesh)
+
+    return tree.map(one, params), axes
 
 
 class Beside(NamedTuple):
@@ -242,7 +245,6 @@ def token_losses(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -266,7 +268,7 @@ def token_losses(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted that of the tokens, "
                 f"{tuple(batch['tokens'].shape)}; give one entry for each token"
             )
-    layouts, axes = _known(params, layouts, axes)
+    layouts, axes = known(params, axes)
     mtp = decoder.mtp
     batch = with_ahead(batch, mtp, axes)
     labels_BS = batch["labels"].clamp(min=0)
@@ -275,23 +277,23 @@ def token_losses(
         ids += (labels_BS, *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
     weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
     at, w = contexts(batch, decoder, axes, samples, key), weights["embed"]["embed"]
-    x_BSD, *further = (embed(one, w, at[0], decoder, axes, n) for n, one in enumerate(ids))
-    x_BSD, statistics = blocks(x_BSD, at[1 : 1 + decoder.layers], weights.layers(_blocks_of(decoder, axes)))
+    x_BSD, *further = (embed(one, w, at[0], decoder, n) for n, one in enumerate(ids))
+    x_BSD, statistics = blocks(x_BSD, at[1 : 1 + decoder.layers], weights.layers(_blocks_of(decoder)))
     w, here, of_blocks = weights["head"], at[1], list(decoder.blocks)
-    x_BSD = decoder.norm(x_BSD, w["final_norm"], here, axes)
-    nll_BS, lse_BS = _token_losses(x_BSD, w, here, labels_BS, decoder, axes)
+    x_BSD = decoder.norm(x_BSD, w["final_norm"], here)
+    nll_BS, lse_BS = _token_losses(x_BSD, w, here, labels_BS, decoder)
     parts: dict[str, step.Part] = {}
     if mtp is not None:
         of_blocks += [mtp.block] * mtp.depths
         ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
         behind = []
-        each = zip(weights.layers(_depths_of(mtp, decoder, axes)), at[1 + decoder.layers :], further, strict=True)
+        each = zip(weights.layers(_depths_of(mtp, decoder)), at[1 + decoder.layers :], further, strict=True)
         for layer, one, e_BSD in each:
             x_BSD, found = blocks(torch.cat((e_BSD, x_BSD), -1), [one], [layer])
             behind.append(x_BSD)
             statistics += found
         for n, x_n in enumerate(behind):
-            nll_n = _token_losses(x_n, w, here, ahead_BSN[..., n].clamp(min=0), decoder, axes)[0]
+            nll_n = _token_losses(x_n, w, here, ahead_BSN[..., n].clamp(min=0), decoder)[0]
             mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
             parts[f"mtp_{n + 1}"] = mtp.weight / mtp.depths * step.mean((nll_n * mask_n).sum(), mask_n.sum())
     tokens = batch["tokens"].numel() if here.padding is None else (~here.padding).sum()
@@ -303,7 +305,6 @@ def loss(
     params: dict,
     batch: dict,
     decoder: Decoder,
-    layouts: dict | None = None,
     axes: Axes | None = None,
     save: step.Policy | None = None,
     offload: int | None = None,
@@ -323,14 +324,13 @@ def loss(
     token for the losses and loads of experts ("padding", or documents below 0).
 
     Args:
-        params: this rank's shards.
+        params: as of `hidden`.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
             [S] or [B, S], "documents" int64 [B, S]: `At`; "padding" bool [B, S]: what is no token, None: where
             documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is called
             where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
         decoder: the model.
-        layouts: of the parameters; None: those that they know (`tree.layout_of`).
-        axes: Axes(mesh); None: of the mesh of the layouts.
+        axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block keeps for its backward (`logits`).
         offload: what of it waits in host memory (`logits`).
         reshard_after_forward: which weights are gathered for each use (`logits`).
@@ -339,7 +339,7 @@ def loss(
             as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
         key: of these random numbers, such as the run's seed.
     """
-    how = (layouts, axes, save, offload, reshard_after_forward)
+    how = (axes, save, offload, reshard_after_forward)
     nll_BS, beside = token_losses(params, batch, decoder, *how, samples=samples, key=key)
     learned_BS = batch["labels"] >= 0
     if "mask" in batch:

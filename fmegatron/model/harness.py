@@ -1,8 +1,8 @@
 """A model for lm-evaluation-harness: its tasks over our scores and texts (package `lm_eval`, extra `eval`).
 
 import lm_eval
-decoder, params, layouts, tokenizer = model.opened("runs/mine")
-reader = model.inference(params, decoder, layouts, Axes(Mesh()))
+decoder, params, _, tokenizer = model.opened("runs/mine")
+reader = model.inference(params, decoder, Axes(Mesh()))
 lm_eval.simple_evaluate(model=model.harness(reader, tokenizer), tasks=["hellaswag"])
 """
 

@@ -95,23 +95,23 @@ class Mamba(Mixer):
                     "divisor of heads and groups"
                 )
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
 
         Over tp one reduction forward and its pair backward as attention has them, and with one group psums of its norm.
         """
-        if axes.sequence.size == 1:
-            return self._scanned(u_BSD, w, at, axes, None)[0]
+        if at.axes.sequence.size == 1:
+            return self._scanned(u_BSD, w, at, None)[0]
         split = at.splits(u_BSD)
-        return self._over(self._project(u_BSD, w, axes, split), w, at, axes, split)
+        return self._over(self._project(u_BSD, w, at.axes, split), w, at, split)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: dict[str, Tensor] | None, slots: Slots | None
+        self, u_BSD: Tensor, w: Tree, at: At, cache: dict[str, Tensor] | None, slots: Slots | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is a state of fixed size, that of `_scanned`."""
         if cache is not None and u_BSD.shape[1] == 1:
-            return self._advance(u_BSD, w, cache, axes)
-        return self._scanned(u_BSD, w, at, axes, cache)
+            return self._advance(u_BSD, w, cache, at.axes)
+        return self._scanned(u_BSD, w, at, cache)
 
     @property
     def cache_width(self) -> int | None:
@@ -119,7 +119,7 @@ class Mamba(Mixer):
         return 0
 
     def _scanned(
-        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, state: dict[str, Tensor] | None
+        self, u_BSD: Tensor, w: Tree, at: At, state: dict[str, Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, the state behind the last token): {"conv": [B, W - 1, I + 2GN], "scan": [B, H, P, N], "document": int64
         [B], that of the last token}.
@@ -127,6 +127,7 @@ class Mamba(Mixer):
         Of tokens that cp does not split. state: behind the token before; its part in this one ends with its document.
         None: there is none.
         """
+        axes = at.axes
         tp, split = axes["tp"], at.splits(u_BSD)
         given = self._project(u_BSD, w, axes, split)
         B, S = u_BSD.shape[0], given.x.shape[1]
@@ -162,10 +163,11 @@ class Mamba(Mixer):
         seen_BW = seen_BW[:, seen_BW.shape[1] - reach :]
         return torch.where((seen_BW == segments_BS[:, -1:])[..., None], known, 0.0)
 
-    def _over(self, given: _Projected, w: Tree, at: At, axes: Axes, split: bool) -> Tensor:
+    def _over(self, given: _Projected, w: Tree, at: At, split: bool) -> Tensor:
         """y where cp splits the sequence, in order: the convolution needs the last tokens of the rank before, the scan
         the states of all of them. Between the declarations values are each rank's own, and what is the same on every
         rank gets a gradient that is a sum over them."""
+        axes = at.axes
         cp, tp, reach = axes.sequence, axes["tp"], max(self.conv - 1, 1)
         segments_BS = of_scan = None
         if at.documents is not None:

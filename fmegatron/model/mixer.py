@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes
 from fmegatron.layout import SEQUENCE_AXES, Mesh
 from fmegatron.model.arrays import Arrays, At
 from fmegatron.model.rope import Rope
@@ -93,7 +92,7 @@ class Mixer(abc.ABC):
             def arrays(self, dim):
                 return {"gate": model.Array((dim,))}
 
-            def __call__(self, u, w, at, axes):
+            def __call__(self, u, w, at):
                 return u * torch.sigmoid(w["gate"])
 
     `arrays` and `__call__` must be written. All others have defaults, which take nothing for granted: they refuse
@@ -114,15 +113,14 @@ class Mixer(abc.ABC):
         """The tree of its arrays, in a model of width `dim`: specs, layouts, counts and checkpoints follow from it."""
 
     @abc.abstractmethod
-    def __call__(self, u_BSD: Tensor, w: tree.Tree, at: At, axes: Axes) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: tree.Tree, at: At) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """What is added to the stream, y[B, S, D], or (y, statistics): tensors by name, of which `losses` are made.
 
         Args:
             u_BSD: the normed stream, replicated over tp, or with sequence parallelism split over it on the sequence
                 (`at.splits(u)`); y as u is.
             w: the arrays, gathered over the data axes and split over the others.
-            at: of the tokens.
-            axes: Axes(mesh).
+            at: of the tokens; `at.axes` are those of the mesh.
         """
 
     @property
@@ -205,9 +203,7 @@ class Mixer(abc.ABC):
         """Numbers that generation keeps for each token, over all tp ranks together; None: not known."""
         return None
 
-    def read(
-        self, u_BSD: Tensor, w: tree.Tree, at: At, axes: Axes, cache: Cache, slots: Slots | None
-    ) -> tuple[Any, Cache]:
+    def read(self, u_BSD: Tensor, w: tree.Tree, at: At, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
         """What `__call__` gives for tokens behind those of a cache, and the cache with these tokens too.
 
         Sequences are not split, neither over tp nor over cp. A cache is a tree of tensors [rows, ...], a value: what is
@@ -217,7 +213,6 @@ class Mixer(abc.ABC):
             u_BSD: as of `__call__`.
             w: as of `__call__`.
             at: as of `__call__`; padding before a text is a document of its own.
-            axes: as of `__call__`.
             cache: what `new_cache` or `read` gave; None: nothing is before these tokens, and every row is a text.
             slots: where the tokens go in the cache; None with it.
         """
@@ -255,11 +250,9 @@ class PerToken(Mixer):
         """Nothing is kept."""
         return 0
 
-    def read(
-        self, u_BSD: Tensor, w: tree.Tree, at: At, axes: Axes, cache: Cache, slots: Slots | None
-    ) -> tuple[Any, Cache]:
+    def read(self, u_BSD: Tensor, w: tree.Tree, at: At, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
         """What the call gives, and an empty cache."""
-        return self(u_BSD, w, at, axes), {}
+        return self(u_BSD, w, at), {}
 
 
 def require_mixer(mixer: Any, where: str) -> None:

@@ -66,18 +66,19 @@ class MLA(Mixer):
                 "divisor of heads"
             )
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
 
         Every rank of tp makes the latents of its tokens, and the heads of its own.
         """
-        q_BSHK, k_BSHK, v_BSHK = self._project(u_BSD, w, at, axes)
-        o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at, axes=axes)
-        return self._finish(o_BSHK, w, at.splits(u_BSD), axes)
+        q_BSHK, k_BSHK, v_BSHK = self._project(u_BSD, w, at)
+        o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at)
+        return self._finish(o_BSHK, w, at.splits(u_BSD), at.axes)
 
-    def _project(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, H, K], v[B, S, H, v_dim]), rotated, of the full sequence."""
-        tp, split, heads, angles = axes["tp"], at.splits(u_BSD), self.heads // axes["tp"].size, at.rotation("MLA")
+        tp, split, angles = at.axes["tp"], at.splits(u_BSD), at.rotation("MLA")
+        heads = self.heads // tp.size
 
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
@@ -95,11 +96,9 @@ class MLA(Mixer):
         k_rope = self.rope(_of_all_heads(k_rope, tp, split).unsqueeze(2), angles).expand(-1, -1, heads, -1)
         return torch.cat((q_nope, self.rope(q_rope, angles)), -1), torch.cat((k_nope, k_rope), -1), v
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None, axes: Axes | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None) -> Tensor:
         """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
-        attention = attention_of(at, axes=axes, form=self.context, mask=mask, scale=self.scale)
+        attention = attention_of(at, form=self.context, mask=mask, scale=self.scale)
         return attention(q, k, v)
 
     @property
@@ -108,13 +107,13 @@ class MLA(Mixer):
         return order_of(self.context)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: dict | None, slots: Slots | None
+        self, u_BSD: Tensor, w: Tree, at: At, cache: dict | None, slots: Slots | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is {"k", "v": [B, T, G, K]} of this rank's heads."""
-        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at, axes)
+        q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at)
         held, mask = remembered(k_BSGK, v_BSGK, cache, slots, None)
-        o_BSHK = self.attend(q_BSHK, held["k"], held["v"], w, at, mask)
-        return self._finish(joined(o_BSHK, cache), w, False, axes), held
+        o_BSHK = self.attend(q_BSHK, held["k"], held["v"], w, at.unsplit(), mask)
+        return self._finish(joined(o_BSHK, cache), w, False, at.axes), held
 
     def new_cache(self, one: dict, rows: int, slots: int) -> dict[str, Tensor]:
         """A slot for each token."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, enter
+from fmegatron.collectives import enter
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, At
 from fmegatron.model.mixer import PerToken, Widths
@@ -62,9 +62,9 @@ class MLP(PerToken):
         mincut = gate * F + 4 / number  # one fp32 number of the norm
         return Widths(mincut, mincut + 2 * dim + gate * F, F + dim, gate * F + dim, F, (gate + 1) * F)
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism."""
-        tp, split = axes["tp"], at.splits(u_BSD)
+        tp, split = at.axes["tp"], at.splits(u_BSD)
         if self.gated:
             return nn.gated_mlp(u_BSD, w["w_gate_up"], w["w_down"], tp, split, self.activation)
         u_BSF = nn.column_parallel(u_BSD, w["w_up"], tp, split)

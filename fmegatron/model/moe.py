@@ -133,7 +133,7 @@ class MoE(PerToken):
             return w
         return {**w, "choice_bias": nn.balanced_bias(w["choice_bias"], statistics["load"], self.bias_rate)}
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
         "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
         router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding counts nowhere
@@ -142,6 +142,7 @@ class MoE(PerToken):
         Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
         unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
         """
+        axes = at.axes
         tp, split, data = axes["tp"], at.splits(u_BSD), axes[axes.data]
         everywhere = axes[(*axes.data, "tp")] if split else data
         real_BS = None if at.padding is None else ~at.padding
@@ -151,14 +152,14 @@ class MoE(PerToken):
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
 
-        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at, axes), own("router"))
+        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at), own("router"))
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
-        logits_BSE = noisy(logits_BSE, self.noise, at, axes)
+        logits_BSE = noisy(logits_BSE, self.noise, at)
         routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
         y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
         if self.shared is not None:
-            y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at, axes)
+            y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at)
         chosen_E = nn.expert_load(routing.experts, self.router.experts, None, real_BS)
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
         totals = {"entropy": nn.router_entropy(routing.probs, real_BS)}
@@ -188,9 +189,9 @@ class MoE(PerToken):
         self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
-        tp, cp, ep, E = axes["tp"], axes.sequence, axes[self.ep], self.router.experts
+        tp, cp, ep = axes["tp"], axes.sequence, axes[self.ep]
         data = axes[tuple(name for name in axes.data if name not in cp.names)]
-        v_BSD, (gates, experts, _), sequence, token_axes = u_BSD, routing, cp, axes[axes.data]
+        v_BSD, sequence, token_axes = u_BSD, cp, axes[axes.data]
         if folded := "tp" in ep.names:
             if not split:
                 raise ValueError(
@@ -199,9 +200,10 @@ class MoE(PerToken):
                 )
             sequence, token_axes = axes[(*cp.names, "tp")], axes[(*axes.data, "tp")]
         elif split:
-            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, gates, experts))
+            v_BSD, gates, experts = (all_gather(x, tp, 1) for x in (u_BSD, routing.gates, routing.experts))
+            routing = routing._replace(gates=gates, experts=experts)
         else:
-            v_BSD, gates = enter(u_BSD, tp), enter(gates, tp)
+            v_BSD, routing = enter(u_BSD, tp), routing._replace(gates=enter(routing.gates, tp))
         own = {k: w[k] for k in ("up", "down", "bias_up", "bias_down") if k in w}
         own = nn.expert_weights(own, ep, token_axes)
         apply = functools.partial(self._experts, tp=axes[()] if folded else tp)
@@ -212,13 +214,11 @@ class MoE(PerToken):
                     "ones, of which a part is dropped; leave capacity out"
                 )
             S = v_BSD.shape[1]
-            room = min(S, math.ceil(self.capacity * S * self.router.top_k / E))
-            y_BSD, found = nn.with_capacity(v_BSD, gates, experts, own, apply, E, ep, data, room)
+            room = min(S, math.ceil(self.capacity * S * self.router.top_k / self.router.experts))
+            y_BSD, found = nn.with_capacity(v_BSD, routing, own, apply, ep, data, room)
         else:
             again = step.remat if self.chunks > 1 else None
-            y_BSD, found = nn.dropless(
-                v_BSD, gates, experts, own, apply, E, ep, data, sequence, self.rows, self.chunks, again
-            )
+            y_BSD, found = nn.dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)
         if not folded:
             y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
         wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from fmegatron.model.decoder import MTP
 
 
-def predict(
-    both_BSX: Tensor, w: dict, at: At, *, block: Callable, mtp: MTP, axes: Axes
-) -> Tensor | tuple[Tensor, dict]:
+def predict(both_BSX: Tensor, w: dict, at: At, *, block: Callable, mtp: MTP) -> Tensor | tuple[Tensor, dict]:
     """One depth: `norm(block(proj [norm(e); norm(h)]))`: `both[B, S, 2D]@R(tp) -> h[B, S, D]@R(tp)`, S_tp at both ends
     with sequence parallelism. Where the block gives statistics (h, {part: statistics}).
 
@@ -35,14 +33,13 @@ def predict(
         at: of the tokens.
         block: `model.block`.
         mtp: what it is.
-        axes: Axes(mesh).
     """
     e_BSD, h_BSD = both_BSX.chunk(2, -1)
-    proj = nn.entered(w["proj"], axes["tp"]) if at.splits(both_BSX) else w["proj"]  # else all ranks do the same work
-    normed = (mtp.norm(e_BSD, w["embed_norm"], at, axes), mtp.norm(h_BSD, w["hidden_norm"], at, axes))
-    found = block(nn.matmul(torch.cat(normed, -1), proj), w, at, parts=mtp.block, axes=axes)
+    proj = nn.entered(w["proj"], at.axes["tp"]) if at.splits(both_BSX) else w["proj"]  # else all ranks do the same work
+    normed = (mtp.norm(e_BSD, w["embed_norm"], at), mtp.norm(h_BSD, w["hidden_norm"], at))
+    found = block(nn.matmul(torch.cat(normed, -1), proj), w, at, parts=mtp.block)
     x_BSD, statistics = found if isinstance(found, tuple) else (found, {})
-    x_BSD = mtp.norm(x_BSD, w["out_norm"], at, axes)
+    x_BSD = mtp.norm(x_BSD, w["out_norm"], at)
     return (x_BSD, statistics) if statistics else x_BSD
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, enter
+from fmegatron.collectives import enter
 from fmegatron.model.arrays import Array, At
 from fmegatron.tree import Constant
 
@@ -23,10 +23,10 @@ class RMSNorm:
         """The weight [D]."""
         return Array((dim,), init=Constant(1.0 - self.offset))
 
-    def __call__(self, x_D: Tensor, w_D: Tensor, at: At, axes: Axes) -> Tensor:
+    def __call__(self, x_D: Tensor, w_D: Tensor, at: At) -> Tensor:
         """`x[B, S, D] -> y[B, S, D]`. Where each rank of tp normalises other tokens (sequence parallelism), the
         gradient of w is a sum over tp: `enter` makes it. Else all ranks do identical work, and it is complete."""
-        return nn.rms_norm(x_D, enter(w_D, axes["tp"]) if at.splits(x_D) else w_D, self.eps, self.offset)
+        return nn.rms_norm(x_D, enter(w_D, at.axes["tp"]) if at.splits(x_D) else w_D, self.eps, self.offset)
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class LayerNorm:
         """Weight and bias, [D] each."""
         return {"w": Array((dim,), init=Constant(1.0)), "b": Array((dim,), init=Constant(0.0))}
 
-    def __call__(self, x_D: Tensor, w: dict[str, Tensor], at: At, axes: Axes) -> Tensor:
+    def __call__(self, x_D: Tensor, w: dict[str, Tensor], at: At) -> Tensor:
         """`x[B, S, D] -> y[B, S, D]`; gradients as `RMSNorm`'s."""
-        w_D, b_D = (enter(w[k], axes["tp"]) if at.splits(x_D) else w[k] for k in ("w", "b"))
+        w_D, b_D = (enter(w[k], at.axes["tp"]) if at.splits(x_D) else w[k] for k in ("w", "b"))
         return nn.layer_norm(x_D, w_D, b_D, self.eps)
 
 

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from fmegatron.collectives import Axes, all_gather
 from fmegatron.model.arrays import At
 from fmegatron.model.choose import Choice, choose, seen_in
 from fmegatron.model.decoder import Decoder, Part, round_up
-from fmegatron.model.forward import block, read_out
+from fmegatron.model.forward import block, known, read_out
 from fmegatron.model.mixer import Slots
 from fmegatron.model.text import Spoken, Tokenizer, hear, texts_of
 from fmegatron.model.weights import block_weights, embedded, gather_weights, prepared
@@ -59,7 +59,6 @@ class Inference:
 def inference(
     params: dict,
     decoder: Decoder,
-    layouts: dict,
     axes: Axes,
     *,
     compile: Callable | None = None,
@@ -68,16 +67,15 @@ def inference(
     """Gather the weights and prepare the functions that read and write; all ranks of a mesh call it.
 
         compile = functools.partial(step.jit, world=world, check=False)
-        writer = model.inference(params, decoder, layouts, axes, compile=compile)
+        writer = model.inference(params, decoder, axes, compile=compile)
         model.generate(writer, prompts, 100, temperature=0.8)
 
     The forms of a cache are of 256, 1024, 4096, ... slots, up to what decoder.max_seq needs; each batch size is another
     form.
 
     Args:
-        params: this rank's shards.
+        params: this rank's shards, which know their layouts; one process's full arrays need not.
         decoder: the model.
-        layouts: of all parameters.
         axes: bound to the running ranks (`Axes(mesh, world)`), or of a mesh of size 1.
         compile: what compiles a function, as `compile(fn)` and `compile(fn, donate=0)`; None: nothing is compiled.
         chunk: tokens of a prompt that are read at once: more need more memory and less time.
@@ -95,7 +93,7 @@ def inference(
     how = (lambda fn, donate=None: fn) if compile is None else compile
     slots, texts = cache_lengths(decoder.max_seq, chunk), lengths(_SHORTEST // 4, decoder.max_seq)
     with torch.no_grad():
-        weights = sampling_weights(params, decoder, layouts, axes)
+        weights = sampling_weights(params, decoder, known(params, axes)[0], axes)
         read, write = ({n: how(partial(extend, **inside), donate=0) for n in slots} for _ in range(2))
         losses = {n: how(partial(token_losses, **inside)) for n in texts}
         return Inference(decoder, axes, weights, read, write, losses, _empty(weights, decoder, axes), chunk)
@@ -137,25 +135,28 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
     return gather_weights({**outer, "blocks": layers}, {**of_outer, "blocks": of_layers}, decoder, axes)
 
 
+def _over(axes: Axes, at: list[At]) -> list[At]:
+    return [one._replace(axes=axes) for one in at]
+
+
 def _trunk(
     weights: dict,
     tokens_BS: Tensor,
     at: list[At],
     decoder: Decoder,
-    axes: Axes,
     cache: list[dict] | None = None,
     slots: Slots | None = None,
 ) -> tuple[Tensor, list[dict]]:
     """(what comes from the last block: x[B, S, D], the cache with these tokens)."""
-    x_BSD, out = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, axes, False), []
+    x_BSD, out = embedded(tokens_BS, weights["embed"], at[0].positions, decoder, at[0].axes, False), []
     for depth, (parts, w, at_layer) in enumerate(zip(decoder.blocks, weights["blocks"], at, strict=True)):
         before, behind = {} if cache is None else cache[depth], {}
 
         def mix(part: Part, u_BSD: Tensor, w: dict, at: At, before=before, behind=behind) -> Any:
-            y_BSD, behind[part.name] = part.mixer.read(u_BSD, w, at, axes, before.get(part.name), slots)
+            y_BSD, behind[part.name] = part.mixer.read(u_BSD, w, at, before.get(part.name), slots)
             return y_BSD
 
-        y_BSD = block(x_BSD, w, at_layer, parts=parts, axes=axes, mix=mix)
+        y_BSD = block(x_BSD, w, at_layer, parts=parts, mix=mix)
         x_BSD = y_BSD[0] if isinstance(y_BSD, tuple) else y_BSD
         out.append(behind)
     return x_BSD, out
@@ -180,16 +181,17 @@ def extend(
     """
     slots = Slots(slot + torch.arange(tokens_BS.shape[1], device=tokens_BS.device), padding_B)
     positions_BS = slots.positions
-    at = decoder.at(positions_BS.clamp(min=0), (positions_BS >= 0).to(torch.int64))  # padding is a document of its own
-    x_BSD, cache = _trunk(weights, tokens_BS, at, decoder, axes, cache, slots)
+    documents_BS = (positions_BS >= 0).to(torch.int64)  # padding is a document of its own
+    at = _over(axes, decoder.at(positions_BS.clamp(min=0), documents_BS))
+    x_BSD, cache = _trunk(weights, tokens_BS, at, decoder, cache, slots)
     last = at[0]._replace(positions=at[0].positions[:, -1:])
-    return cache, read_out(x_BSD[:, -1:], weights, last, decoder, axes)[:, 0]
+    return cache, read_out(x_BSD[:, -1:], weights, last, decoder)[:, 0]
 
 
 def _empty(weights: dict, decoder: Decoder, axes: Axes) -> list[dict]:
     """What the mixers keep of one token of one row: a cache for `Mixer.new_cache`."""
     token_11 = torch.zeros(1, 1, dtype=torch.int64, device=weights["embed"]["table"].device)
-    return _trunk(weights, token_11, decoder.at(token_11[0]), decoder, axes)[1]
+    return _trunk(weights, token_11, _over(axes, decoder.at(token_11[0])), decoder)[1]
 
 
 def new_cache(of: Inference, rows: int, slots: int) -> list[dict]:
@@ -204,9 +206,9 @@ def token_losses(
     weights: dict, tokens_BS: Tensor, labels_BS: Tensor, decoder: Decoder, axes: Axes
 ) -> tuple[Tensor, Tensor]:
     """(-log p of each label[B, S], fp32 or wider; whether it is the best token, bool[B, S]), equal on all tp ranks."""
-    at = decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device))
-    x_BSD, _ = _trunk(weights, tokens_BS, at, decoder, axes)
-    logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder, axes), axes["tp"]
+    at = _over(axes, decoder.at(torch.arange(tokens_BS.shape[1], device=tokens_BS.device)))
+    x_BSD, _ = _trunk(weights, tokens_BS, at, decoder)
+    logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder), axes["tp"]
     nll_BS, _ = nn.cross_entropy(logits_BSV, labels_BS, tp, decoder.vocab_size)
     return nll_BS, nn.best(logits_BSV, tp, decoder.vocab_size) == labels_BS
 
@@ -257,7 +259,7 @@ def stream(
         )
     if rows is not None and len(rows) != len(texts):
         raise ValueError(f"rows: got {len(rows)} numbers, wanted one for each of the {len(texts)} prompts")
-    return _stream(of, texts, count, how, key, rows, _ids(stop_ids), tuple(stop_texts), tokenizer)
+    return _stream(of, texts, count, how, key, rows, _Ends(_ids(stop_ids), tuple(stop_texts), tokenizer))
 
 
 def _ids(stop_ids: Any) -> frozenset[int]:
@@ -271,6 +273,25 @@ def _ids(stop_ids: Any) -> frozenset[int]:
     raise ValueError(f"stop_ids: got {stop_ids!r:.80}, wanted integers; pass stop_ids=(id,)")
 
 
+class _Ends(NamedTuple):
+    """What ends a row. tokenizer: of the texts, and whose ids may be chosen."""
+
+    ids: frozenset[int]
+    texts: tuple[str, ...]
+    tokenizer: Tokenizer | None
+
+    def hear(self, spoken: list[Spoken], ids: list[int], ended: list[bool]) -> list[Spoken]:
+        """What the rows have said with these ids; those that have ended say no more."""
+        if self.tokenizer is None or not self.texts:
+            return spoken
+        now = zip(spoken, ids, ended, strict=True)
+        return [one if over else hear(one, id, self.tokenizer) for one, id, over in now]
+
+    def at(self, id: int, spoken: Spoken) -> bool:
+        """Whether a row ends with this id."""
+        return id in self.ids or any(stop in spoken.recent(stop) for stop in self.texts)
+
+
 def _stream(
     of: Inference,
     texts: list[Tensor],
@@ -278,12 +299,10 @@ def _stream(
     how: Choice,
     key: int,
     rows: Sequence[int] | None,
-    stop_ids: frozenset[int],
-    stop_texts: tuple[str, ...],
-    tokenizer: Tokenizer | None,
+    ends: _Ends,
 ) -> Iterator[Tensor]:
     device, tp, B = of.weights["embed"]["table"].device, of.axes["tp"], len(texts)
-    V = min(of.decoder.vocab_size, of.decoder.vocab_size if tokenizer is None else tokenizer.vocab_size)
+    V = min(of.decoder.vocab_size, of.decoder.vocab_size if ends.tokenizer is None else ends.tokenizer.vocab_size)
     numbers_B = torch.tensor(range(B) if rows is None else rows, dtype=torch.int64, device=device)
     uniform_BN, ended, spoken = None, [False] * B, [Spoken()] * B
     with torch.no_grad():
@@ -300,18 +319,13 @@ def _stream(
             all_BV = all_gather(logits_BV, tp, 1)[:, :V]  # one row per sequence: small
             token_B = choose(all_BV, None if uniform_BN is None else uniform_BN[:, i], how, seen_BV)
             seen_BV = None if seen_BV is None else seen_BV.scatter(1, token_B[:, None], True)
-        if not stop_ids and not stop_texts:
+        if not ends.ids and not ends.texts:
             yield token_B
             continue
         ids = token_B.tolist()
         out = torch.tensor([ENDED if over else id for id, over in zip(ids, ended, strict=True)], device=device)
-        if tokenizer is not None and stop_texts:
-            now = zip(spoken, ids, ended, strict=True)
-            spoken = [one if over else hear(one, id, tokenizer) for one, id, over in now]
-        ended = [
-            over or id in stop_ids or any(stop in one.recent(stop) for stop in stop_texts)
-            for over, id, one in zip(ended, ids, spoken, strict=True)
-        ]
+        spoken = ends.hear(spoken, ids, ended)
+        ended = [over or ends.at(id, one) for over, id, one in zip(ended, ids, spoken, strict=True)]
         yield out
         if all(ended):
             return

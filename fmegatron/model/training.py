@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from fmegatron import optim, step, tree
+from fmegatron import optim, step
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.model.decoder import Decoder
@@ -50,7 +50,7 @@ def build(
     found = specs(decoder, mesh, strategy=strategy)
     axes = Axes(mesh, data=strategy.tokens)
 
-    plain = functools.partial(loss, decoder=decoder, layouts=tree.layouts(found), axes=axes, save=save)
+    plain = functools.partial(loss, decoder=decoder, axes=axes, save=save)
 
     def of_samples(params: dict, batch: dict, numbers: torch.Tensor) -> tuple[dict[str, step.Part], dict]:
         return plain(params, batch, samples=numbers)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Arrays, At
 from fmegatron.model.mixer import Cache, Mixer, Order, Rule, Slots, Widths, require_mixer, require_rates
@@ -35,7 +34,7 @@ class Wrapped(Mixer):
                 up = model.Array((self.width, dim), (None, "fsdp"), init=tree.Constant(0.0))
                 return {"down": model.Array((dim, self.width), ("fsdp",)), "up": up}
 
-            def result(self, y, u, own, at, axes):
+            def result(self, y, u, own, at):
                 return y + torch.relu(u @ own["down"]) @ own["up"]
 
     A subclass writes hooks: `own`, `own_rates`, `weights`, `given`, `result`, and `name`, under which its arrays are
@@ -71,15 +70,15 @@ class Wrapped(Mixer):
         """As `rates`, of its own, which are fields: where `at.draws` is None, nothing is drawn."""
         return {}
 
-    def weights(self, w: dict, own: dict, axes: Axes) -> dict:
+    def weights(self, w: dict, own: dict, at: At) -> dict:
         """The arrays that the inner mixer is given, of its arrays w."""
         return w
 
-    def given(self, u_BSD: Tensor, own: dict, at: At, axes: Axes) -> Tensor:
+    def given(self, u_BSD: Tensor, own: dict, at: At) -> Tensor:
         """The stream that the inner mixer is given."""
         return u_BSD
 
-    def result(self, y_BSD: Tensor, u_BSD: Tensor, own: dict, at: At, axes: Axes) -> Tensor:
+    def result(self, y_BSD: Tensor, u_BSD: Tensor, own: dict, at: At) -> Tensor:
         """What is added to the stream, of what the inner mixer made (y) and of what came in (u)."""
         return y_BSD
 
@@ -111,20 +110,20 @@ class Wrapped(Mixer):
         require_mixer(self.inner, f"{where}.inner")
         require_rates(self, self.own_rates, where, "own_rates")
 
-    def _through(self, run: Callable, u_BSD: Tensor, w: Any, at: At, axes: Axes) -> tuple[Any, Cache]:
+    def _through(self, run: Callable, u_BSD: Tensor, w: Any, at: At) -> tuple[Any, Cache]:
         inner, own = self._parted(w)
-        y, cache = run(self.given(u_BSD, own, at, axes), self.weights(inner, own, axes))
+        y, cache = run(self.given(u_BSD, own, at), self.weights(inner, own, at))
         y_BSD, *statistics = y if isinstance(y, tuple) else (y,)
-        y_BSD = self.result(y_BSD, u_BSD, own, at, axes)
+        y_BSD = self.result(y_BSD, u_BSD, own, at)
         return ((y_BSD, *statistics) if statistics else y_BSD), cache
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """The inner mixer, between the hooks."""
-        return self._through(lambda u, w: (self.inner(u, w, at, axes), None), u_BSD, w, at, axes)[0]
+        return self._through(lambda u, w: (self.inner(u, w, at), None), u_BSD, w, at)[0]
 
-    def read(self, u_BSD: Tensor, w: Tree, at: At, axes: Axes, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
+    def read(self, u_BSD: Tensor, w: Tree, at: At, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
         """`Mixer.read` of the inner mixer, between the hooks."""
-        return self._through(lambda u, w: self.inner.read(u, w, at, axes, cache, slots), u_BSD, w, at, axes)
+        return self._through(lambda u, w: self.inner.read(u, w, at, cache, slots), u_BSD, w, at)
 
     def new_cache(self, one: Cache, rows: int, slots: int) -> Cache:
         """That of the inner mixer."""

@@ -1,6 +1,6 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
-from fmegatron.nn.attention import attention, soft_cap, visible
+from fmegatron.nn.attention import Causal, attention, soft_cap, visible
 from fmegatron.nn.attention_blocks import attention_with_lse
 from fmegatron.nn.context_parallel import (
     gathered_attention,
@@ -36,6 +36,7 @@ from fmegatron.nn.weight import LowRank, Pair, Weight, dense, entered, grouped_m
 
 __all__ = [
     "ACTIVATIONS",
+    "Causal",
     "Linear",
     "Llama3",
     "LowRank",

@@ -1,6 +1,7 @@
 """Attention on local heads.  Legend: B batch, S queries, T keys, H/G query/kv heads, K head width."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,21 @@ def attention(
     p_BHST = p_BHST if drop is None else drop(p_BHST)
     o_BGRSK = p_BHST.to(v_BGTK.dtype).unflatten(1, (G, H // G)) @ v_BGTK.unsqueeze(2)
     return o_BGRSK.flatten(1, 2).transpose(1, 2)
+
+
+class Causal(NamedTuple):
+    """What causal attention over a sequence that is split over ranks is told of this rank's tokens: data, as they are.
+
+    positions: int64 [B, S_cp] or [S_cp], of each token in its document (or in the sequence).
+    documents: int64 [B, S_cp], the number of its document; None: a row is one.
+    window: how many positions a query sees, itself included; None: all before it.
+    zigzag: whether the ranks have the parts of the sequence in the order of `zigzag`, for an equal share of the work.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+    window: int | None = None
+    zigzag: bool = False
 
 
 def visible(

@@ -46,8 +46,7 @@ def block_backward(
     q_BHSK: Tensor,
     k_BGTK: Tensor,
     v_BGTK: Tensor,
-    o_BHSK: Tensor,
-    lse_BHS: Tensor,
+    out: tuple[Tensor, Tensor],
     mask: Tensor | None = None,
     causal: bool = False,
     softcap: float | None = None,
@@ -62,13 +61,12 @@ def block_backward(
         q_BHSK: queries.
         k_BGTK: keys of the block.
         v_BGTK: values of the block.
-        o_BHSK: output of attention to all blocks.
-        lse_BHS: its log-sum-exp.
+        out: (o[B, H, S, K], lse[B, H, S]) of attention to all blocks, as `block` and `merged` give them.
         mask: as of `block`.
         causal: as of `block`.
         softcap: as of `block`.
     """
-    lse_BHS = _finite(lse_BHS)
+    o_BHSK, lse_BHS = out[0], _finite(out[1])
     if softcap is None and _has_kernel(q_BHSK, v_BGTK):
         do_BHSK, o_BHSK = do_BHSK.to(q_BHSK.dtype), o_BHSK.to(q_BHSK.dtype)
         return flash_on_cpu_backward(do_BHSK, q_BHSK, k_BGTK, v_BGTK, o_BHSK, lse_BHS, causal, _additive(q_BHSK, mask))
@@ -119,13 +117,13 @@ class _WithLse(torch.autograd.Function):
         q, k, v, o, lse, mask = ctx.saved_tensors
         causal, dq, dk, dv = mask is None, None, None, None
         if do is not None:
-            dq, dk, dv = block_backward(do, q, k, v, o, lse, mask, causal)
+            dq, dk, dv = block_backward(do, q, k, v, (o, lse), mask, causal)
         if dlse is not None:
             # d lse / d s = p, so it is attention with the keys as values, and dv of it with the queries as gradient.
             by = dlse[..., None] / math.sqrt(q.shape[-1])
             mean_of_keys, _ = block(q, k, k, mask, causal)
             given = (by * q).to(q.dtype)
-            _, _, more = block_backward(given, q, k, k, mean_of_keys, lse, mask, causal)
+            _, _, more = block_backward(given, q, k, k, (mean_of_keys, lse), mask, causal)
             of_q = (by * mean_of_keys).to(q.dtype)
             dq, dk = (of_q, more) if dq is None or dk is None else (dq + of_q, dk + more)
         return dq, dk, dv, None

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fmegatron import layout
-from fmegatron.collectives import Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
-from fmegatron.nn.attention import attention, visible
+from fmegatron.collectives import Axes, Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
+from fmegatron.nn.attention import Causal, attention, visible
 from fmegatron.nn.attention_blocks import block, block_backward, merged, skips_hidden
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
@@ -31,11 +31,8 @@ def ring_attention(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
+    causal: Causal,
     cp: Axis,
-    window: int | None = None,
-    balanced: bool = False,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -45,20 +42,17 @@ def ring_attention(
     them, and the gradients of a block's keys travel with it until they are home, n hops: nothing but q, k, v, o and one
     number for each query is kept in between. Each hop is under way while the block before is multiplied.
 
-    balanced: every rank computes 2n + 1 blocks of half its length, where else it computes 4n of which a causal mask
-    hides nearly half. The ranks must have the parts of the sequence in the order of `zigzag` (in which documents are
-    packed one after the other). Without documents and window no mask is made at all: a position sees all before it.
+    Balanced, where the ranks have the parts of the sequence in the order of `zigzag` (in which documents are packed one
+    after the other), every rank computes 2n + 1 blocks of half its length, where else it computes 4n of which a causal
+    mask hides nearly half. Without documents and window no mask is made at all then: a position sees all before it.
     Sources: Liu et al. 2023, arXiv 2310.01889; Brandon et al. 2023, arXiv 2311.09431 (balance).
 
     Args:
         q_BSHK: queries of this rank's positions.
         k_BSGK: their keys.
         v_BSGK: their values, of another width if need be.
-        positions: int64 [B, S_cp] or [S_cp], of each position in its document (or in the sequence).
-        documents: int64 [B, S_cp], the number of its document; None: a row is one.
+        causal: positions, documents, window, order of these tokens.
         cp: over which the sequence is split.
-        window: how many positions a query sees, itself included; None: all before it.
-        balanced: whether the ranks have parts in zigzag order, and share the work equally.
         softcap: of the scores, which are in memory then, of one block at a time.
         sinks_H: a logit of each head (`attention`): like one key more, of value 0, behind all blocks. Its gradient is
             this rank's term.
@@ -66,7 +60,8 @@ def ring_attention(
     Raises ValueError for a balanced ring over an odd number of positions on each rank.
     """
     if cp.size == 1:
-        return _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window, softcap, sinks_H)
+        return _local(q_BSHK, k_BSGK, v_BSGK, causal, softcap, sinks_H)
+    positions, documents, window, balanced = causal
     if balanced and q_BSHK.shape[1] % 2:
         raise ValueError(
             f"ring over {cp}: got {q_BSHK.shape[1]} positions on each rank, wanted an even number, since a balanced "
@@ -84,10 +79,8 @@ def gathered_attention(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
+    causal: Causal,
     cp: Axis,
-    window: int | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -96,6 +89,7 @@ def gathered_attention(
     Memory for all keys and a mask [B, S, T]. Arguments as of `ring_attention`.
     Source: Llama team 2024, arXiv 2407.21783, section 3.3.2.
     """
+    positions, documents, window, _ = causal
     kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
     k_BTGK, v_BTGK = kv_BTGK.split((k_BSGK.shape[-1], v_BSGK.shape[-1]), -1)
     mask = visible(positions, all_gather(positions, cp, -1), window, documents, _gathered(documents, cp))
@@ -106,40 +100,45 @@ def ulysses_attention(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
+    causal: Causal,
     cp: Axis,
-    window: int | None = None,
-    inside: Callable[..., Tensor] | None = None,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
     tp: Axis | None = None,
 ) -> Tensor:
     """The same with heads exchanged for positions: each rank has all positions of H/n heads, then its own of all.
 
-    Fewer kv heads than ranks are copied as often as it takes. inside: (q, k, v, positions, documents, sinks_H=) ->
-    o for these heads, by default attention on this rank with window and softcap; others as of `ring_attention`.
+    Fewer kv heads than ranks are copied as often as it takes. Arguments as of `ring_attention`.
     tp: what splits the heads already, for the check: one head of keys and parts of sinks leave no trace of it in sizes.
     Source: Jacobs et al. 2023, arXiv 2309.14509.
     Raises ValueError for heads that cannot be given to the ranks in equal parts.
     """
+    in_memory = softcap is not None or sinks_H is not None
+    local = functools.partial(_local, softcap=softcap)
+    return _exchanged((q_BSHK, k_BSGK, v_BSGK), causal, cp, local, sinks_H, tp, in_memory)
+
+
+def _exchanged(qkv, causal: Causal, cp: Axis, local: Callable[..., Tensor], sinks_H, tp: Axis | None, in_memory: bool):
+    """Attention `local(q, k, v, causal, sinks_H=)` of heads exchanged over cp for positions. in_memory: with scores."""
+    q_BSHK, k_BSGK, v_BSGK = qkv
     n, heads, groups = cp.size, q_BSHK.shape[2], k_BSGK.shape[2]
     if heads % n or (groups % n and n % groups):
         raise ValueError(
             f"ulysses over {cp}: got {heads} heads of queries and {groups} of keys, wanted multiples of {n} (fewer "
             f"heads of keys if they divide {n}); choose a smaller axis, and a ring over the rest (two_level_attention)"
         )
-    local = inside or functools.partial(_local, window=window, softcap=softcap)
     if n == 1:
-        return local(q_BSHK, k_BSGK, v_BSGK, positions, documents, sinks_H=sinks_H)
+        return local(q_BSHK, k_BSGK, v_BSGK, causal, sinks_H=sinks_H)
     if groups % n:
         k_BSGK, v_BSGK = (x.repeat_interleave(n // groups, 2) for x in (k_BSGK, v_BSGK))
     q_BTHK, k_BTGK, v_BTGK = all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
-    if k_BTGK.shape[2] == 1 and inside is None and (softcap is not None or sinks_H is not None):
+    if k_BTGK.shape[2] == 1 and in_memory:
         for axis in (cp,) if tp is None else (tp, cp):
             k_BTGK, v_BTGK = (declare(x, axis, backward=("sharded", 2)) for x in (k_BTGK, v_BTGK))
     sinks_H = None if sinks_H is None else _of_heads(sinks_H, cp, tp)
-    o_BTHK = local(q_BTHK, k_BTGK, v_BTGK, all_gather(positions, cp, -1), _gathered(documents, cp), sinks_H=sinks_H)
+    positions, documents = all_gather(causal.positions, cp, -1), _gathered(causal.documents, cp)
+    causal = causal._replace(positions=positions, documents=documents)
+    o_BTHK = local(q_BTHK, k_BTGK, v_BTGK, causal, sinks_H=sinks_H)
     return all_to_all(o_BTHK, cp, 1, 2)
 
 
@@ -147,25 +146,20 @@ def two_level_attention(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    positions: Tensor,
-    documents: Tensor | None,
-    outer: Axis,
-    inner: Axis,
-    window: int | None = None,
-    balanced: bool = False,
+    causal: Causal,
+    axes: Axes,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
-    tp: Axis | None = None,
 ) -> Tensor:
-    """Heads exchanged over `inner` (fast links), a ring over `outer`; the sequence is split over both, outer major.
+    """Heads exchanged over cpi (fast links), a ring over cp; the sequence is split over both, cp major.
 
-    Arguments as of `ring_attention` and `ulysses_attention`; balanced: in the order of `zigzag` over `outer`.
+    Arguments as of `ring_attention`; the order of `zigzag` is that for the ranks of cp. axes: of which cp, cpi and tp.
     """
+    given, outer, inner = (q_BSHK, k_BSGK, v_BSGK), axes["cp"], axes["cpi"]
     if outer.size == 1:
-        how = {"softcap": softcap, "sinks_H": sinks_H, "tp": tp}
-        return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, window, **how)
-    ring = functools.partial(ring_attention, cp=outer, window=window, balanced=balanced, softcap=softcap)
-    return ulysses_attention(q_BSHK, k_BSGK, v_BSGK, positions, documents, inner, inside=ring, sinks_H=sinks_H, tp=tp)
+        return ulysses_attention(*given, causal, inner, softcap, sinks_H, axes["tp"])
+    ring = functools.partial(ring_attention, cp=outer, softcap=softcap)
+    return _exchanged(given, causal, inner, ring, sinks_H, axes["tp"], in_memory=False)
 
 
 def zigzag(length: int, n: int) -> Tensor:
@@ -177,7 +171,8 @@ def zigzag(length: int, n: int) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in layout.zigzag(length, n)])
 
 
-def _local(q_BSHK, k_BSGK, v_BSGK, positions, documents, window, softcap=None, sinks_H=None) -> Tensor:
+def _local(q_BSHK, k_BSGK, v_BSGK, causal: Causal, softcap=None, sinks_H=None) -> Tensor:
+    positions, documents, window, _ = causal
     mask = visible(positions, positions, window, documents, documents)
     return attention(q_BSHK, k_BSGK, v_BSGK, mask, softcap=softcap, sinks_H=sinks_H)
 
@@ -291,7 +286,7 @@ def _plain(how, hop, found, rows, keys):
 
 def _plain_backward(how, hop, rows, keys):
     (q, at, do, o, lse), (k, v, at_k) = rows, keys
-    return [_wide(g) for g in block_backward(do, q, k, v, o, lse, *how.seen(at, at_k), softcap=how.softcap)]
+    return [_wide(g) for g in block_backward(do, q, k, v, (o, lse), *how.seen(at, at_k), softcap=how.softcap)]
 
 
 # ---- balanced: of a block that came from rank s, rank r needs two of four parts --------------------------------------
@@ -331,12 +326,12 @@ def _balanced(how, hop, found, rows, keys):
 def _balanced_backward(how, hop, rows, keys):
     if how.whole and hop == 0:
         (q, _, do, o, lse), (k, v, _) = rows, keys
-        return list(map(_wide, block_backward(do, q, k, v, o, lse, causal=True)))
+        return list(map(_wide, block_backward(do, q, k, v, (o, lse), causal=True)))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
 
     def backward(do, q, k, v, o, lse, seen):
-        return block_backward(do, q, k, v, o, lse, *seen, softcap=how.softcap)
+        return block_backward(do, q, k, v, (o, lse), *seen, softcap=how.softcap)
 
     dq1, dk0, dv0 = map(_wide, backward(do1, q1, k0, v0, o1, l1, how.seen(a1, b0)))
     if hop == 0:

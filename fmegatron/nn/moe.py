@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fmegatron import tree
 from fmegatron.collectives import Axis, all_to_all, all_to_all_rows, declare, psum
+from fmegatron.nn.router import Routing
 from fmegatron.tree import Tree
 
 __all__ = ["Apply", "dropless", "expert_weights", "most_rows", "with_capacity"]
@@ -126,11 +127,9 @@ def _to_experts(local_RK: Tensor, counts_X: Tensor, places: int) -> tuple[_Index
 # ---- dropless --------------------------------------------------------------------------------------------------------
 def dropless(
     x_BSD: Tensor,
-    gates_BSK: Tensor,
-    experts_BSK: Tensor,
+    routing: Routing,
     w: Tree,
     apply: Apply,
-    experts: int,
     ep: Axis,
     data: Axis,
     sequence: Axis,
@@ -147,11 +146,9 @@ def dropless(
 
     Args:
         x_BSD: this rank's tokens, B split over data and S over sequence.
-        gates_BSK: of each choice (`Routing`).
-        experts_BSK: int64 in [0, E).
+        routing: of each token the gates and experts [B, S, K] of its choices; the last dim of probs is E, all experts.
         w: the weights of this rank's experts, by `expert_weights`.
         apply: this rank's experts (`Apply`).
-        experts: E, of all ranks.
         ep: the axis that holds experts, made of axes of data and sequence.
         data: over which the batch is split.
         sequence: over which sequences are split; size 1 where they are not.
@@ -164,6 +161,7 @@ def dropless(
     Raises ValueError where the experts cannot be shared out over ep, the chunks do not divide the tokens, or ep has
     axes that split no tokens.
     """
+    gates_BSK, experts_BSK, experts = routing.gates, routing.experts, routing.probs.shape[-1]
     (B, S, D), K = x_BSD.shape, experts_BSK.shape[-1]
     _require_experts(experts, ep, data, sequence)
     if chunks < 1 or B * S % chunks:
@@ -227,11 +225,9 @@ def _expert_of_rows(ends_X: Tensor, rows: int) -> Tensor:
 # ---- capacity --------------------------------------------------------------------------------------------------------
 def with_capacity(
     x_BSD: Tensor,
-    gates_BSK: Tensor,
-    experts_BSK: Tensor,
+    routing: Routing,
     w: Tree,
     apply: Apply,
-    experts: int,
     ep: Axis,
     data: Axis,
     capacity: int,
@@ -243,17 +239,16 @@ def with_capacity(
 
     Args:
         x_BSD: this rank's tokens, B split over data, sequences in full.
-        gates_BSK: of each choice, at least 0.
-        experts_BSK: int64 in [0, E).
+        routing: of each token the gates [B, S, K], at least 0, and experts of its choices; the last dim of probs is E.
         w: the weights of this rank's experts, by `expert_weights`.
         apply: this rank's experts (`Apply`).
-        experts: E, of all ranks.
         ep: the axis that holds experts, made of axes of data.
         data: over which the batch is split.
         capacity: tokens of a sequence that an expert takes, such as ceil(1.25 S K / E); at most S.
 
     Raises ValueError as `dropless`, and for a capacity that is not from 1 to S.
     """
+    gates_BSK, experts_BSK, experts = routing.gates, routing.experts, routing.probs.shape[-1]
     (B, S, D), n, C = x_BSD.shape, ep.size, capacity
     _require_experts(experts, ep, data, data.only(()))
     if not 1 <= C <= S:

@@ -2,14 +2,14 @@
 
     def loss_fn(params, batch, samples):  # step.build_train_step(..., numbered=True)
         ...
-        x_BSF = nn.dropout(x_BSF, 0.1, key=tree.fold_in(seed, "mlp", layer), count=samples, layout=hidden, axes=axes)
+        x_BSF = nn.dropout(x_BSF, 0.1, key=tree.fold_in(seed, "mlp", layer), count=samples, layout=hidden)
 
 A number is a function of three things. **key**: what it is for, a Python int; fold the name of the layer in, so that
 layers differ. **count**: int64, one number for each index of dim 0 (the number of each sample of the batch among all
 samples of the run, as `step.build_train_step` gives it) or of several leading dims (of each token), or a 0-d one (the
 number of the step); it is data, so steps differ, and a resumed run repeats what an uninterrupted one draws. **Position
-in the global array**: `layout` says where the local tensor lies in it and `axes` which mesh that is; None for a value
-that is not sharded (behind the dims that are counted). With a count for each sample the position is that within the
+in the global array**: `layout` says where the local tensor lies in it; None for a value that is not sharded (behind the
+dims that are counted). With a count for each sample the position is that within the
 sample, so the numbers do not depend on how many microbatches a batch is cut into or which rank has the sample. With a
 0-d count all microbatches draw the same numbers, and so do rows of equal counts.
 
@@ -41,7 +41,6 @@ def dropout(
     key: int,
     count: Tensor,
     layout: Layout | None = None,
-    axes: Axes | None = None,
 ) -> Tensor:
     """x / (1 - rate) with elements set to 0 at random, each with probability `rate`: any shape, floating point.
 
@@ -54,7 +53,6 @@ def dropout(
         key: of the numbers (`tree.fold_in`).
         count: int64, 0-d or one number for each row or token: see the top of the file.
         layout: of the full array, where the tensor is a shard of it.
-        axes: Axes(mesh), with a layout.
 
     Raises:
         ValueError: a rate outside [0, 1]; a key, count or layout that does not fit.
@@ -64,11 +62,11 @@ def dropout(
     _require_floating(x, "dropout")
     if rate == 0:
         return x
-    dropped = _words(x, "dropout", key, count, layout, axes) < round(rate * 2**32)
+    dropped = _words(x, "dropout", key, count, layout) < round(rate * 2**32)
     return torch.where(dropped, 0, x * (1 / (1 - rate) if rate < 1 else 0))
 
 
-def uniform(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None) -> Tensor:
+def uniform(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = None) -> Tensor:
     """Numbers from [0, 1) in shape, dtype and device of the local tensor `like` (floating point): multiples of 2^-k, k
     the bits of a significand: 24 of fp32, 8 of bf16, 32 of fp64.
 
@@ -77,14 +75,13 @@ def uniform(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = No
         key: of the numbers (`tree.fold_in`).
         count: int64, 0-d or one number for each row or token: see the top of the file.
         layout: of the full array, where the tensor is a shard of it.
-        axes: Axes(mesh), with a layout.
     """
     _require_floating(like, "uniform")
     bits = min(32, 1 - round(math.log2(torch.finfo(like.dtype).eps)))
-    return (_words(like, "uniform", key, count, layout, axes) >> (32 - bits)).to(like.dtype) * 2.0**-bits
+    return (_words(like, "uniform", key, count, layout) >> (32 - bits)).to(like.dtype) * 2.0**-bits
 
 
-def normal(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None) -> Tensor:
+def normal(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = None) -> Tensor:
     """Numbers of a normal distribution of mean 0 and variance 1 in shape, dtype and device of `like` (floating point).
 
     The largest possible is 6.7. By Box and Muller (1958) in whole numbers and one
@@ -96,10 +93,9 @@ def normal(like: Tensor, *, key: int, count: Tensor, layout: Layout | None = Non
         key: of the numbers (`tree.fold_in`).
         count: int64, 0-d or one number for each row or token: see the top of the file.
         layout: of the full array, where the tensor is a shard of it.
-        axes: Axes(mesh), with a layout.
     """
     _require_floating(like, "normal")
-    radius, angle = (_words(like, f"normal {which}", key, count, layout, axes) for which in ("radius", "angle"))
+    radius, angle = (_words(like, f"normal {which}", key, count, layout) for which in ("radius", "angle"))
     return box_muller(radius, angle).to(torch.float32).to(like.dtype)
 
 
@@ -133,6 +129,6 @@ def _require_floating(x: Tensor, who: str) -> None:
         raise ValueError(f"{who}: got a value of {x.dtype}, wanted one of floating point; cast it, x.float()")
 
 
-def _words(x: Tensor, what: str, key: int, count: Tensor, layout: Layout | None, axes: Axes | None) -> Tensor:
+def _words(x: Tensor, what: str, key: int, count: Tensor, layout: Layout | None) -> Tensor:
     """Random words of a stream of this kind of numbers: one key for two of them gives different ones."""
-    return random_words(key, what, count, x, layout, axes)
+    return random_words(key, what, count, x, layout, None if layout is None else Axes(layout.mesh))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fmegatron.collectives import Axes, Axis, psum
+from fmegatron.collectives import Axis, psum
 from fmegatron.layout import Layout
 from fmegatron.nn.random import normal, uniform
 from fmegatron.tree import working_dtype
@@ -99,9 +99,7 @@ class Router:
 
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
-def jittered(
-    x: Tensor, eps: float, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None
-) -> Tensor:
+def jittered(x: Tensor, eps: float, *, key: int, count: Tensor, layout: Layout | None = None) -> Tensor:
     """x times numbers from [1 - eps, 1 + eps): on a router's argument (Switch, arXiv 2101.03961, section 2.2).
 
     Args:
@@ -110,14 +108,11 @@ def jittered(
         key: of the numbers, as for `nn.dropout`, and so are the others; the numbers are the same on every mesh.
         count: of the step or of each sample.
         layout: of the full array, where x is a shard of it.
-        axes: Axes(mesh), with a layout.
     """
-    return x * (1 - eps + 2 * eps * uniform(x, key=key, count=count, layout=layout, axes=axes))
+    return x * (1 - eps + 2 * eps * uniform(x, key=key, count=count, layout=layout))
 
 
-def noisy(
-    logits_TE: Tensor, std: float, *, key: int, count: Tensor, layout: Layout | None = None, axes: Axes | None = None
-) -> Tensor:
+def noisy(logits_TE: Tensor, std: float, *, key: int, count: Tensor, layout: Layout | None = None) -> Tensor:
     """Logits and normal numbers of this standard deviation (Shazeer et al. 2017, equation 4, with a constant width).
 
     Args:
@@ -126,9 +121,8 @@ def noisy(
         key: of the numbers, as for `nn.dropout`, and so are the others; the numbers are the same on every mesh.
         count: of the step or of each sample.
         layout: of the full array, where the logits are a shard of it.
-        axes: Axes(mesh), with a layout.
     """
-    return logits_TE + std * normal(logits_TE, key=key, count=count, layout=layout, axes=axes)
+    return logits_TE + std * normal(logits_TE, key=key, count=count, layout=layout)
 
 
 # ---- load and losses -------------------------------------------------------------------------------------------------

@@ -24,34 +24,40 @@ class GradNorm(NamedTuple):
     limit: float | None = None
 
 
-def global_norm(grads: Tree, layouts: Tree | None = None, axes: Axes | None = None) -> torch.Tensor:
+def global_norm(grads: Tree) -> torch.Tensor:
     """The Euclidean norm of all gradients as one vector: a 0-d tensor, the same on every rank, float32 or wider.
 
     The squares of a leaf are summed over the axes that split it and over no other; so a replicated leaf counts once.
-    `layouts` is the twin tree of the gradients' layouts; without it those that the leaves know (as `reduce_gradients`
-    gives them), and a leaf that knows none is a full array (one process). axes: of their mesh; None: Axes(mesh).
-    ValueError names a leaf that is still a partial sum over an axis: its norm would be wrong.
+    The leaves know their layouts, as `reduce_gradients` gives them and `tree.place` states them; one that knows none is
+    a full array (one process). ValueError names a leaf that is still a partial sum over an axis, as its norm would be
+    wrong, and leaves of two meshes.
 
         norm[] = √ Σ over sets A of axes:  psum over A of Σ over leaves split by A, in their dtype's working precision,
         of g·g
     """
+    return _norm(grads, [tree.layout_of(grad) for grad in tree.leaves(grads)])
+
+
+def norm_beside(grads: Tree, params: Tree) -> torch.Tensor:
+    """`global_norm` of gradients that lie as the parameters do, as an update is given them: a leaf that does not know
+    its layout has that of its parameter."""
+    pairs = zip(tree.leaves(grads), tree.leaves(params), strict=True)
+    return _norm(grads, [tree.layout_of(grad) or tree.layout_of(param) for grad, param in pairs])
+
+
+def _norm(grads: Tree, layouts: list[Layout | None]) -> torch.Tensor:
     paths, leaves, _ = tree.flatten(grads)
-    twins, axes = _twins(grads, layouts, axes)
-    if not any(twins):
+    if not any(layouts):
         return tree.squared_norm(leaves).sqrt()
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
-    for path, leaf, layout in zip(paths, leaves, twins, strict=True):
-        groups.setdefault(() if layout is None else _split_axes(path, layout, axes), []).append(leaf)
+    axes = _axes_of(layouts)
+    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
+        groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
     squares = [_summed(tree.squared_norm(group), split, axes) for split, group in groups.items()]
     return functools.reduce(torch.add, squares).sqrt()
 
 
-def group_norms(
-    grads: Tree,
-    group_of: Callable[[str], str] | None = None,
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
-) -> dict[str, torch.Tensor]:
+def group_norms(grads: Tree, group_of: Callable[[str], str] | None = None) -> dict[str, torch.Tensor]:
     """`global_norm` of each group of leaves: {group_of(path): 0-d tensor}, for metrics.
 
     group_of: by default the first segment of the path, "blocks/mlp/w_down" -> "blocks". The squares of all groups that
@@ -60,11 +66,12 @@ def group_norms(
     """
     group_of = group_of or (lambda path: path.partition("/")[0])
     paths, leaves, _ = tree.flatten(grads)
-    twins, axes = _twins(grads, layouts, axes)
+    layouts = [tree.layout_of(leaf) for leaf in leaves]
+    axes = _axes_of(layouts)
     names = list(dict.fromkeys(map(group_of, paths)))
     squares: dict[tuple[str, ...], dict[str, list[torch.Tensor]]] = {}
-    for path, leaf, layout in zip(paths, leaves, twins, strict=True):
-        split = () if layout is None else _split_axes(path, layout, axes)
+    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
+        split = _split_axes(path, layout, axes)
         squares.setdefault(split, {}).setdefault(group_of(path), []).append(leaf)
     totals: dict[str, torch.Tensor] = {}
     for split, groups in squares.items():
@@ -94,37 +101,29 @@ def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
 
 
 @recorded
-def clip_by_global_norm(max_norm: float, layouts: Tree | None = None, axes: Axes | None = None) -> Transform:
-    """`clip` by `global_norm` as a transform, for the front of a chain."""
-    return stateless(lambda updates, params, count: clip(updates, global_norm(updates, layouts, axes), max_norm))
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """`clip` by `global_norm` as a transform, for the front of a chain: the updates lie as the parameters do."""
+    return stateless(lambda updates, params, count: clip(updates, norm_beside(updates, params), max_norm))
 
 
-def _twins(grads: Tree, layouts: Tree | None, axes: Axes | None) -> tuple[list[Layout | None], Axes | None]:
-    """(the layout of each leaf, None of a full array; the axes of their mesh)."""
-    if layouts is not None:
-        return tree.leaves(tree.map(lambda grad, layout: layout, grads, layouts)), axes
-    known = [tree.layout_of(grad) for grad in tree.leaves(grads)]
-    meshes = [layout.mesh for layout in known if layout is not None]
-    return known, axes or (Axes(meshes[0]) if meshes else None)
+def _axes_of(layouts: list[Layout | None]) -> Axes | None:
+    """The axes of the mesh of the first layout that is known."""
+    known = next((layout for layout in layouts if layout is not None), None)
+    return None if known is None else Axes(known.mesh)
 
 
 def _summed(x: torch.Tensor, split: tuple[str, ...], axes: Axes | None) -> torch.Tensor:
     return psum(x, axes[split]) if split and axes is not None else x
 
 
-def _split_axes(path: str, layout: Layout, axes: Axes | None) -> tuple[str, ...]:
-    if axes is not None:
-        axes.require({path: layout}, "global_norm")
+def _split_axes(path: str, layout: Layout | None, axes: Axes | None) -> tuple[str, ...]:
+    if layout is None or axes is None:
+        return ()
+    axes.require({path: layout}, "global_norm")
     pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]
     if pending:
         raise ValueError(
             f"global_norm: {path}: got {layout}, a sum that is still pending over {', '.join(pending)}, wanted it"
             " reduced; reshard it to its layout without `unreduced` first"
         )
-    split = tuple(axis for axis in layout.mesh.names if axis in layout.sharded)
-    if split and axes is None:
-        raise ValueError(
-            f"global_norm: {path}: got {layout}, which is split over {', '.join(split)}, and no axes,"
-            " wanted them; give axes=Axes(mesh) too"
-        )
-    return split
+    return tuple(axis for axis in layout.mesh.names if axis in layout.sharded)

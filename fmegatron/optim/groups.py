@@ -70,7 +70,7 @@ def grouped(
                 ("vision", Group(frozen=True)),
                 (r".*(norm|bias)", Group(weight_decay=0.0, optimizer="adam")),
             ],
-            muon=optim.scale_by_muon(layouts, axes),
+            muon=optim.scale_by_muon(),
             adam=optim.scale_by_adam(),
         )
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
-from fmegatron.optim.clip import GradNorm, global_norm
+from fmegatron.optim.clip import GradNorm, norm_beside
 from fmegatron.optim.loss_scale import LossScale, scalar
 from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.recorded import recorded
@@ -48,8 +47,6 @@ class Spike:
 @recorded
 def skip_nonfinite(
     opt: Optimizer,
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     *,
     clip_norm: float | None = None,
     spike: Spike | None = None,
@@ -61,24 +58,17 @@ def skip_nonfinite(
     the graph and without asking the host. The state is {"opt": …, "skipped": 0-d int64, "norm": 0-d float64, the last
     norm}, and "spike" and "loss_scale" when these are wanted.
 
-    The norm that comes with the gradients (`Update`) is judged; without one it is computed here. `opt` clips to the
-    limit, after the norm is judged: a norm that was clipped before has no spikes.
+    The norm that comes with the gradients (`Update`) is judged; without one it is computed here (`global_norm`, of
+    gradients that lie as the parameters do). `opt` clips to the limit, after the norm is judged: a norm that was
+    clipped before has no spikes.
 
     Args:
         opt: the optimizer.
-        layouts: of the gradients, as for `global_norm`.
-        axes: Axes(mesh), as for `global_norm`.
         clip_norm: the gradients are clipped to it, by the same norm (the lower of it and of the step's own clip_norm).
         spike: skip spikes of the norm too.
         loss_scale: `build_train_step` multiplies the loss by the state's scale (`Optimizer.loss_scale`) and divides the
             gradients; here the scale is only moved on.
-
-    Raises ValueError for a loss scale or spikes in the place of the layouts.
     """
-    for value in (layouts, axes):
-        if isinstance(value, LossScale | Spike):
-            name = "loss_scale" if isinstance(value, LossScale) else "spike"
-            raise ValueError(f"skip_nonfinite: got {value!r} by position, wanted it by name; {name}={value!r}")
 
     def init(params: Tree) -> Tree:
         like = tree.leaves(params)[0]
@@ -92,7 +82,7 @@ def skip_nonfinite(
 
     def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
         grads = trained(grads)
-        value, limit = norm or (global_norm(grads, None if layouts is None else trained(layouts), axes), None)
+        value, limit = norm or (norm_beside(grads, trained(params)), None)
         limit = min((x for x in (clip_norm, limit) if x is not None), default=None)
         finite = value.isfinite()
         used, more = finite, {}

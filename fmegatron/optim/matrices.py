@@ -11,7 +11,7 @@ the work is balanced as well as one graph for all ranks allows.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -66,7 +66,6 @@ def on_whole_matrices(
     f: Function,
     xs: Sequence[torch.Tensor],
     layouts: Sequence[Layout | None],
-    axes: Axes | None = None,
     share: tuple[str, ...] = (),
     parts: Sequence[tuple[int, ...] | None] | None = None,
     scale: Callable[[int, int], float] | None = None,
@@ -89,9 +88,11 @@ def on_whole_matrices(
     the border of ranks, the leaf is gathered first, and the work is assigned all the same.
     """
     parts = [None] * len(xs) if parts is None else parts
+    known = next((layout for layout in layouts if layout is not None), None)
+    axes = None if known is None else Axes(known.mesh)
     stacks, undo = [], []
     for x, layout, sizes in zip(xs, layouts, parts, strict=True):
-        more, back = _stacks_of(x, layout, axes, share, sizes)
+        more, back = _stacks_of(x, layout, share, sizes)
         undo.append((len(more), back))
         stacks += more
     turned = [stack.wide() for stack in stacks]
@@ -111,11 +112,9 @@ def on_whole_matrices(
     return out
 
 
-def in_layout(x: torch.Tensor, src: Layout | None, dst: Layout | None, axes: Axes | None) -> torch.Tensor:
-    """x moved from one layout to another; without axes no leaf is split, so that only its shape changes."""
-    if src is None or dst is None:
-        return x
-    return x.reshape(dst.local_shape(0)) if axes is None else reshard(x, src, dst, axes)
+def in_layout(x: torch.Tensor, src: Layout | None, dst: Layout | None) -> torch.Tensor:
+    """x moved from one layout to another; where none is known it is full."""
+    return x if src is None or dst is None else reshard(x, src, dst, Axes(src.mesh))
 
 
 def joined(xs: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -124,7 +123,7 @@ def joined(xs: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 # ---- from a leaf to stacks of matrices -------------------------------------------------------------------------------
-def _stacks_of(x, layout, axes, share, sizes):
+def _stacks_of(x, layout, share, sizes):
     """(the stacks of matrices of a leaf, the function from their results to the leaf)."""
     if layout is None:
         size = tuple(x.shape[-2:])
@@ -142,13 +141,13 @@ def _stacks_of(x, layout, axes, share, sizes):
     if flat and (gathered or x.numel() % (local[-2] * local[-1])):
         gathered, flat = (*gathered, *flat), ()
     if gathered:
-        x = in_layout(x, layout, whole, axes)
+        x = in_layout(x, layout, whole)
     leading = tuple(a for dim in range(len(layout.shape) - 2) for a in layout.axes(dim) if layout.mesh[a] > 1)
     shared = tuple(a for a in layout.mesh.names if a in gathered or (a in share and a in layout.replicated))
     stack = _Stack(x.reshape(-1, *local[-2:]), size, (rows, columns), (*leading, *flat), shared)
     shape = local if gathered else tuple(x.shape)
     stacks, back = _split_columns(stack, sizes, layout.mesh.extent(columns.axes), shape)
-    return stacks, (lambda ys: in_layout(back(ys), whole, layout, axes)) if gathered else back
+    return stacks, (lambda ys: in_layout(back(ys), whole, layout)) if gathered else back
 
 
 def _cut(layout: Layout, dim: int) -> _Cut:
@@ -299,36 +298,22 @@ def dealt_layout(layout: Layout) -> Layout:
     return found
 
 
-def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callable[[str, Any], Layout | None]:
-    """A function (path, leaf) -> layout, None for every path when `layouts` is None: everything is full.
+def layouts_of(params: Tree, who: str) -> dict[str, Layout | None]:
+    """The layouts of parameters by path, of specs or of tensors that know theirs; None of a full array (one process).
 
-    ValueError, naming the path, for a path that `layouts` does not have, for an uneven layout or a pending sum, and
-    when a leaf is split and `axes` is None; for an ArraySpec that is split when no `layouts` were given.
+    ValueError, naming the path, for a leaf that does not know its layout among leaves that do, and for a layout that
+    full matrices are not made of: an uneven one, a pending sum, a padded interleaved dim.
     """
-    if layouts is None:
-
-        def whole(path: str, leaf: Any) -> None:
-            if isinstance(leaf, tree.ArraySpec) and leaf.layout.sharded:
+    paths, leaves, _ = tree.flatten(params)
+    found = [leaf.layout if isinstance(leaf, tree.ArraySpec) else tree.layout_of(leaf) for leaf in leaves]
+    for path, layout in zip(paths, found, strict=True):
+        if layout is None:
+            if (known := next((p for p, one in zip(paths, found, strict=True) if one is not None), None)) is not None:
                 raise ValueError(
-                    f"{who}: {path}: got {leaf.layout}, which is split, and no layouts, wanted those of the parameters,"
-                    f" for {who} needs full matrices; give layouts=tree.layouts(specs) and axes=Axes(mesh)"
+                    f"{who}: {path}: got a parameter whose layout is not known, and {known}, whose is, wanted those of "
+                    "all parameters; what was computed of a parameter is placed again: tree.place(params, layouts)"
                 )
-
-        return whole
-    if axes is not None:
-        axes.require(layouts, f"{who}: layouts")
-    known = dict(zip(tree.paths(layouts), tree.leaves(tree.layouts(layouts)), strict=True))
-
-    def layout_of(path: str, leaf: Any) -> Layout:
-        if path not in known:
-            near = tree.did_you_mean(path, list(known))
-            raise ValueError(f"{who}: {path}: got no layout for it{near}, wanted those of all parameters")
-        layout = known[path]
-        if isinstance(leaf, tree.ArraySpec) and split_over(leaf.layout) != split_over(layout):
-            raise ValueError(
-                f"{who}: {path}: got a state in {leaf.layout}, wanted {layout}, for which it was made; give it "
-                "the layouts that the optimizer sees: step.placements(layouts, strategy).optim"
-            )
+            continue
         if layout.unreduced or not layout.is_even:
             what = "a pending sum" if layout.unreduced else "uneven"
             raise ValueError(f"{who}: {path}: got {layout}, which is {what}, wanted it reduced and even")
@@ -340,18 +325,4 @@ def layouts_by_path(layouts: Tree | None, axes: Axes | None, who: str) -> Callab
                 f"{who}: {path}: got {layout}, of which an interleaved dim is padded, wanted parts that all ranks "
                 "divide; use a mesh that divides them, or an optimizer that looks at elements"
             )
-        if layout.sharded and axes is None:
-            raise ValueError(
-                f"{who}: {path}: got {layout}, which is split, and no axes, wanted them; give axes=Axes(mesh)"
-            )
-        return layout
-
-    return layout_of
-
-
-def split_over(layout: Layout) -> tuple:
-    """The shape, and which axes of which size > 1 split which dim, and the flattened block."""
-    dims = (*(layout.axes(dim) for dim in range(len(layout.shape))), layout.flat)
-    return layout.shape, tuple(
-        tuple((name, layout.mesh[name]) for name in axes if layout.mesh[name] > 1) for axes in dims
-    )
+    return dict(zip(paths, found, strict=True))

@@ -1,6 +1,6 @@
 """Muon: momentum whose matrices are orthogonalized (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
 
-Symbols, theirs to ours: μ -> momentum; B -> m; NS5 -> `orthogonalize`; (a, b, c) -> coefficients.
+Symbols, theirs to ours: μ -> momentum; B -> m; NS5 -> `orthogonalize`; (a, b, c) -> COEFFICIENTS.
 """
 
 import math
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Split
 from fmegatron.optim.adamw import LearningRate, scale_by_adam
 from fmegatron.optim.groups import Group, grouped, whole_segments
-from fmegatron.optim.matrices import layouts_by_path, on_whole_matrices
+from fmegatron.optim.matrices import layouts_of, on_whole_matrices
 from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, Where, path_predicate
@@ -32,8 +31,6 @@ Parts = int | tuple[int, ...]
 @recorded
 def muon(
     learning_rate: LearningRate,
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -43,17 +40,15 @@ def muon(
     share: tuple[str, ...] = (),
     matrices: Where | None = None,
     rules: Sequence[tuple[str, Group]] = (),
-    adam: Transform | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
 
-    With scale="rms" one learning rate serves both. Norms and biases do not decay.
+    With scale="rms" one learning rate serves both. Norms and biases do not decay. Parameters know their layouts (specs,
+    and the arrays of a state or a step); a leaf that knows none is full.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
-        axes: Axes(mesh), with layouts.
         momentum: decay rate of the momentum, in [0, 1).
         nesterov: look ahead along the momentum.
         weight_decay: λ, 0 or more.
@@ -63,7 +58,6 @@ def muon(
         matrices: the leaves that `scale_by_muon` updates, a function of the path or a list of regular expressions; by
             default `is_hidden_matrix`.
         rules: those of `grouped` (rates, decay, frozen leaves).
-        adam: the transform of the other leaves, by default `scale_by_adam()`.
         dtype: of Muon's iteration, and of what is exchanged for it (`scale_by_muon`).
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
@@ -72,15 +66,13 @@ def muon(
         rules,
         weight_decay=weight_decay,
         choose=lambda path: "muon" if selects(path) else "adam",
-        muon=scale_by_muon(layouts, axes, momentum, nesterov, scale=scale, parts=parts, share=share, dtype=dtype),
-        adam=scale_by_adam() if adam is None else adam,
+        muon=scale_by_muon(momentum, nesterov, scale=scale, parts=parts, share=share, dtype=dtype),
+        adam=scale_by_adam(),
     )
 
 
 @recorded
 def scale_by_muon(
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     momentum: float = 0.95,
     nesterov: bool = True,
     *,
@@ -88,7 +80,6 @@ def scale_by_muon(
     parts: Sequence[tuple[str, Parts]] = (),
     share: tuple[str, ...] = (),
     steps: int = 5,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Transform:
@@ -96,13 +87,12 @@ def scale_by_muon(
 
         m = momentum·m + (1 - momentum)·g;  u = momentum·m + (1 - momentum)·g with Nesterov, else m
 
-    The momentum is in the parameter's layout; full matrices are made and divided among ranks by `on_whole_matrices`.
+    The momentum is in the parameter's layout, which the parameter knows; full matrices are made and divided among
+    ranks by `on_whole_matrices`.
     The iteration costs the same however many tokens a step has: beside the 6 FLOPs of a step for each token and
     parameter it is 2.5 (n = 4 m) to 5 (n = m) times m / tokens, shared by the ranks (measured in experiments/LOG.md).
 
     Args:
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
-        axes: Axes(mesh), with layouts.
         momentum: decay rate of the momentum, in [0, 1).
         nesterov: look ahead along the momentum.
         scale: for a weight that is used as x @ w: "original": √max(1, out/in) (Jordan); "rms": 0.2·√max(in, out), which
@@ -112,7 +102,6 @@ def scale_by_muon(
             by 2. `fused_parts` reads them from layouts.
         share: further axes over which the matrices are divided.
         steps: of the iteration, 1 to 99.
-        coefficients: (a, b, c) of the iteration.
         eps: the least norm that a matrix is divided by.
         dtype: of the iteration, and of what is exchanged for it, for float32 leaves; float64 leaves stay float64. bf16
             also on CPU: 4 times as fast as float32 where it has AVX-512-BF16.
@@ -123,17 +112,17 @@ def scale_by_muon(
         raise ValueError(f"muon: scale: got {scale!r}, wanted one of {', '.join(_SCALES)}")
     if not 1 <= steps < 100:
         raise ValueError(f"muon: steps: got {steps}, wanted 1 to 99, such as 5")
-    layout_of = layouts_by_path(layouts, axes, "muon")
     table = [(whole_segments(pattern), part) for pattern, part in parts]
 
-    def sizes_of(path: str, leaf: torch.Tensor) -> tuple[int, ...] | None:
+    def sizes_of(path: str, leaf: torch.Tensor, layout: Layout | None) -> tuple[int, ...] | None:
         found = next((part for pattern, part in table if pattern.search(path)), 1)
-        layout = layout_of(path, leaf)
         return None if found == 1 else _sizes(found, (leaf if layout is None else layout).shape[-1], path)
 
     def init(params: Tree) -> Tree:
+        layouts = layouts_of(params, "muon")
+
         def one(path: str, leaf: Any) -> Any:
-            layout = layout_of(path, leaf)
+            layout = layouts[path]
             if len(leaf.shape) < 2 and not (layout is not None and layout.flat):
                 raise ValueError(
                     f"muon: {path}: got shape {tuple(leaf.shape)}, wanted matrices [..., in, out]; leave it to AdamW"
@@ -144,19 +133,20 @@ def scale_by_muon(
         return tree.map_with_path(one, params)
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
-        del params, count
+        del count
         new = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state, updates)
         ahead = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, new, updates) if nesterov else new
 
         paths, leaves, spec = tree.flatten(ahead)
+        known = layouts_of(params, "muon")
+        layouts = [known[path] for path in paths]
         narrow = [u if u.dtype == torch.float64 else u.to(dtype) for u in leaves]  # before the exchange: half the bytes
         done = on_whole_matrices(
-            lambda x: orthogonalize(x, steps, coefficients, eps),
+            lambda x: orthogonalize(x, steps, eps),
             narrow,
-            [layout_of(path, u) for path, u in zip(paths, leaves, strict=True)],
-            axes,
+            layouts,
             share,
-            [sizes_of(path, u) for path, u in zip(paths, leaves, strict=True)],
+            [sizes_of(*each) for each in zip(paths, leaves, layouts, strict=True)],
             lambda rows, columns: _factor(scale, rows, columns),
         )
         return tree.unflatten(spec, [y.to(u.dtype) for y, u in zip(done, leaves, strict=True)]), new
@@ -167,7 +157,6 @@ def scale_by_muon(
 def orthogonalize(
     x: torch.Tensor,
     steps: int = 5,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = 1e-7,
 ) -> torch.Tensor:
     """The nearest orthogonal matrix U Vᵀ of each x = U S Vᵀ, roughly: singular values end in about 0.7 to 1.2.
@@ -179,13 +168,13 @@ def orthogonalize(
     That is 4 m² n + 2 m³ FLOPs a step. Where n >= 2 m, three steps at a time are done on Gram matrices only
     (`_steps_on_gram`): 5 steps cost 8 m² n + 28 m³ instead of 20 m² n + 10 m³.
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     X = (x.mT if tall else x).reshape(-1, min(x.shape[-2:]), max(x.shape[-2:]))
     X = X / X.square().sum((-2, -1), keepdim=True).sqrt().clamp(min=eps)
     if X.shape[-1] >= 2 * X.shape[-2]:
         for done in range(0, steps, _AT_ONCE):
-            X = _steps_on_gram(X, min(_AT_ONCE, steps - done), coefficients)
+            X = _steps_on_gram(X, min(_AT_ONCE, steps - done))
     else:
         for _ in range(steps):
             A = torch.bmm(X, X.mT)
@@ -193,13 +182,13 @@ def orthogonalize(
     return (X.mT if tall else X).reshape(x.shape)
 
 
-def _steps_on_gram(X: torch.Tensor, steps: int, coefficients: tuple[float, float, float]) -> torch.Tensor:
+def _steps_on_gram(X: torch.Tensor, steps: int) -> torch.Tensor:
     """Steps of the iteration in which only the first and the last product have the long side of X[k, m, n].
 
     Each step multiplies X from the left by aI + Z, Z = b A + c A², and so A by it from both sides; all of these are
     polynomials of the first A and commute. Their product is q I + W. The identity is kept apart, where bf16 is exact.
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     A = torch.bmm(X, X.mT)
     q, W = 1.0, None
     for step in range(steps):

@@ -11,6 +11,7 @@ from fmegatron.optim.clip import GradNorm, clip
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, chain, require_named
 from fmegatron.tree import ArraySpec, Tree
+from fmegatron.tree.labels import alike
 
 _RESERVED = ("count", "master")
 
@@ -102,7 +103,7 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
         if norm is not None and norm.limit is not None:
             grads = clip(grads, norm.value, norm.limit)
         count, master = state["count"], state.get("master")
-        working = params if master is None else tree.merge(master, params)
+        working = params if master is None else tree.map(_known, tree.merge(master, params), params)
         grads = tree.map(lambda w, g: g.to(w.dtype), working, grads)
         updates, new_inner = inner.update(grads, state, working, count)
         working = tree.add(working, updates)
@@ -112,6 +113,11 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
         return tree.map(lambda p, w: w.to(p.dtype), params, working), new_state
 
     return Optimizer(init, update)
+
+
+def _known(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The master, which lies as its parameter does (one that was decoded does not know it)."""
+    return alike(master, param) if tree.layout_of(master) is None else master
 
 
 def _count_like(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:

@@ -27,6 +27,7 @@ from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.timeline import planned
+from fmegatron.tree.labels import labelled
 
 __all__ = ["Exact", "deep", "exact", "in_mib"]
 
@@ -113,7 +114,6 @@ def exact(
     overlap: Overlap | None = None,
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> Exact:
     """The memory that `jit(step, donate=..., world=..., overlap=...)` takes on one rank of a mesh, on the CPU.
 
@@ -126,12 +126,11 @@ def exact(
         overlap: as `jit` is given it.
         donate: as `jit` is given it.
         patches: as `jit` is given them.
-        options: as `jit` is given them.
 
     Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
     """
     with _world(mesh, rank) as world:
-        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, options)[0]
+        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches)[0]
 
 
 def _parts(described: Description) -> tuple[Callable, Any, Any]:
@@ -148,7 +147,6 @@ def deep(
     overlap: Overlap | None = None,
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> Exact:
     """`exact` of a model of `depth` equal layers, at the cost of two shallow ones: O(1) of depth.
 
@@ -166,10 +164,7 @@ def deep(
     if few is None:
         for one in _FEW[:-1]:
             with contextlib.suppress(_UnevenError):
-                return deep(
-                    build, depth, mesh, few=one, rank=rank, overlap=overlap, donate=donate, patches=patches,
-                    options=options,
-                )  # fmt: skip
+                return deep(build, depth, mesh, few=one, rank=rank, overlap=overlap, donate=donate, patches=patches)
         few = _FEW[-1]
     few = tuple(few)
     if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
@@ -177,12 +172,10 @@ def deep(
             f"deep: got few={few}, wanted two depths from 4 on, 4 or more apart, by an even number; give some such as "
             f"{_FEW[0]}"
         )
-    how = (overlap, donate, patches, options)
+    how = (overlap, donate, patches)
     began = time.process_time()
     if depth <= few[-1] * 3 // 2:
-        return exact(
-            *_parts(build(depth)), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches, options=options
-        )
+        return exact(*_parts(build(depth)), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches)
     layers, missing = few[1] - few[0], depth - few[1]
     states = [_bytes(build(n).state, rank) for n in (*few, depth)]
     line = states[1] + missing * (states[1] - states[0]) / layers
@@ -261,7 +254,7 @@ def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) 
     return sum(deeper[at : at + more]) / layers if even else None
 
 
-def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches, options) -> tuple[Exact, Counted]:
+def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches) -> tuple[Exact, Counted]:
     began = time.process_time()
     layouts = [_layouts(state_specs), _layouts(batch_layouts)]
     for which, given in zip(("state", "batch"), layouts, strict=True):
@@ -270,8 +263,8 @@ def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patc
         arguments = tuple(tree.map(lambda layout: _local(layout, world.rank), given) for given in layouts)
     target = Target(world, "inductor", tuple(sorted((patches or {}).items())), overlap)
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
-    compiled = Compiled(step, arguments, positions, target, None, dict(options or {}))
-    found = _count(compiled.program, dict(options or {}), known, "step")
+    compiled = Compiled(step, arguments, positions, target)
+    found = _count(compiled.program, known, "step")
     graph = compiled.stages["overlap"].graph
     state, batch = (_bytes(given, world.rank) for given in layouts)
     took = time.process_time() - began
@@ -279,16 +272,16 @@ def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patc
     return plan, found
 
 
-def _count(program: Program, options: Mapping[str, Any], known: dict[str, Counted], label: str) -> Counted:
+def _count(program: Program, known: dict[str, Counted], label: str) -> Counted:
     """The memory of a program, its layers first. known: name of a graph, by its content -> what is counted already."""
     inside = {}
     for bound in opaque_entries(program.graph_module.graph):
         if bound.name not in known:
-            known[bound.name] = _count(bound.program, {}, known, bound.label)
+            known[bound.name] = _count(bound.program, known, bound.label)
         inside[bound.op] = known[bound.name]
     target = program.target
     order = target.overlap.options if target.overlap else {}
-    patches = {**dict(target.patches), **order, **options}
+    patches = {**dict(target.patches), **order}
     return counted(program.graph_module, program.fakes, patches, inside, label)
 
 
@@ -303,7 +296,7 @@ def _layouts(given: tree.Tree) -> tree.Tree:
 
 
 def _local(layout: Layout, rank: int) -> torch.Tensor:
-    return torch.empty(layout.local_shape(rank), dtype=layout.dtype)
+    return labelled(torch.empty(layout.local_shape(rank), dtype=layout.dtype), layout)
 
 
 def _bytes(given: tree.Tree, rank: int) -> int:

@@ -14,6 +14,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.state import placements, state_specs
+from fmegatron.tree.spec import strategy_of
 
 __all__ = ["StateBytes", "Traffic", "WeightTransfer", "least_traffic", "least_transfers", "state_bytes"]
 
@@ -56,16 +57,15 @@ class WeightTransfer:
 def state_bytes(
     param_specs: tree.Tree,
     optimizer: optim.Optimizer,
-    strategy: DataParallel,
     rank: int = 0,
     accumulate: torch.dtype = torch.float32,
 ) -> StateBytes:
     """Bytes of each kind of state on a rank, from layouts alone; full bytes / ranks where everything divides.
 
     Args:
-        param_specs: as the model places parameters at rest under `strategy`.
+        param_specs: as the model places parameters at rest; they know the strategy, by which gradients and the
+            optimizer's state are sharded (`strategy_of`).
         optimizer: whose state is counted.
-        strategy: how gradients and that state are sharded.
         rank: whose bytes.
         accumulate: dtype of gradients between microbatches (wider ones keep theirs); only leaves that the optimizer
             trains have any.
@@ -78,6 +78,7 @@ def state_bytes(
     n: extent of the data axes. W, G, S: bytes of the full arrays (over tp, of this rank's part of them).
     Source: Megatron-FSDP's `--data-parallel-sharding-strategy`.
     """
+    strategy = strategy_of(param_specs) or DataParallel()
     state = tree.layouts(state_specs(param_specs, optimizer, strategy))
     grads = placements(state.params, strategy).grads
     trained = [g for path, g in zip(tree.paths(grads), tree.leaves(grads), strict=True) if optimizer.trains(path)]

@@ -115,6 +115,10 @@ class LossFn:
             axes = self.axes_of(params)
             return before(parts, axes), lines_of(parts.values(), axes)
 
+    def _raw(self, layout: Layout) -> Layout:
+        """The layout of a parameter's gradient, where the loss is this rank's part of a sum over the data axes."""
+        return raw_gradient_layout(layout, (self.axes or Axes(layout.mesh)).data)
+
     def axes_of(self, params) -> Axes:
         """The axes over which parts are added up. ValueError where nothing knows them."""
         if self.axes is not None:
@@ -167,7 +171,7 @@ class LossFn:
                 mark_backward([root.grad_fn])
             grads = torch.autograd.grad(root, leaves, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
-        grads = [_knowing(g.detach(), layout and _raw(layout)) for g, layout in zip(grads, known, strict=True)]
+        grads = [_knowing(g.detach(), layout and self._raw(layout)) for g, layout in zip(grads, known, strict=True)]
         aux, grads = tree.map(_without_history, aux), tree.unflatten(spec, grads)
         if parts is None:
             call.gradient = Gradient({}, {}, {}, loss.detach(), aux, None, grads)
@@ -203,11 +207,6 @@ class LossFn:
 
 def _knowing(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     return x if layout is None else labelled(x, layout)
-
-
-def _raw(layout: Layout) -> Layout:
-    """The layout of a parameter's gradient, where the loss is this rank's part of a sum over the data axes."""
-    return raw_gradient_layout(layout, Axes(layout.mesh).data)
 
 
 _OF_JAX = MappingProxyType(

@@ -33,8 +33,6 @@ from fmegatron.tree.labels import labelled
 
 __all__ = ["Compiled", "Jitted", "jit"]
 
-_NONE: Mapping[str, Any] = MappingProxyType({})
-
 
 class Compiled:
     """One signature of a jit: a function compiled for given shapes, strides, dtypes, devices and static values.
@@ -43,13 +41,13 @@ class Compiled:
     stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
     """
 
-    def __init__(self, fn, args, donate, target: Target, check=None, options: Mapping[str, Any] = _NONE):
+    def __init__(self, fn, args, donate, target: Target, check=None):
         self.traced: Traced = trace(fn, args)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         checked = check is not None or target.world is None or target.world.size == 1
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
         self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
-        self.stages, self.options = self.program.stages, options
+        self.stages = self.program.stages
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run: Callable[..., Any] | None = None
@@ -69,7 +67,7 @@ class Compiled:
 
     def compile(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Compile the layers inside, then the graph around them. tell: hears what is being compiled."""
-        self.run = self.program.compile(self.options, tell)
+        self.run = self.program.compile(tell)
         if self.donation is not None:
             self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
 
@@ -152,8 +150,8 @@ class Again(NamedTuple):
 class Jitted:
     """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
 
-    def __init__(self, fn, donate, target: Target, options, check, allow):
-        self.allow, self.fn, self.donate, self.target, self.options = allow, fn, donate, target, options
+    def __init__(self, fn, donate, target: Target, check, allow):
+        self.allow, self.fn, self.donate, self.target = allow, fn, donate, target
         self.world, self.cache, self.checks = target.world, {}, check
         self._several = self.world is not None and self.world.size > 1
         self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
@@ -214,7 +212,7 @@ class Jitted:
         with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
             tell("tracing")
             check = self._check if self.checks else None
-            compiled = Compiled(self.fn, args, self.donate, target, check, self.options)
+            compiled = Compiled(self.fn, args, self.donate, target, check)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             require_own_memory(tensors, compiled.traced.in_paths, list(compiled.donated.values()))
             compile_ = functools.partial(compiled.compile, tell)
@@ -291,7 +289,7 @@ _OF_OTHERS = MappingProxyType(
     {
         **{"donate_argnums": "give donate=0, the positions", "donate_argnames": "give donate=0, the positions"},
         **{"static_argnums": _STATIC, "static_argnames": _STATIC, "fullgraph": _WHOLE, "dynamic": _WHOLE},
-        "mode": 'give backend="inductor", "aot_eager" or "eager", and Inductor\'s settings as options',
+        "mode": 'give backend="inductor", "aot_eager" or "eager", and Inductor\'s settings as patches',
         "in_shardings": "leave it out: arrays know their layouts; state them once with tree.place(arrays, layouts)",
         "out_shardings": "leave it out: a function returns local tensors",
     }
@@ -304,7 +302,6 @@ def jit(
     world: World | None = None,
     backend: str = "inductor",
     patches: dict | None = None,
-    options: dict | None = None,
     check: bool = True,
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | None = None,
@@ -329,7 +326,6 @@ def jit(
         backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
         patches: Inductor's settings for all graphs. With {"_micro_pipeline_tp": True} gathers and reduce-scatters have
             the form in which Inductor joins them to the products beside them (on CUDA, in symmetric memory).
-        options: Inductor's settings for the outer graph alone.
         check: with a world, the collectives are checked before anything is compiled (`step.check`), by the layouts of
             the arrays that the function is called with (`tree.place`), and a finding is a ValueError that lists all of
             them with their lines. The result of a donated argument must have its layouts, and has them in the next
@@ -363,7 +359,7 @@ def jit(
             f"jit: check: got {tree.in_words(check)}, wanted True or False; layouts are those of the arrays: "
             "tree.place(state, layouts)"
         )
-    return Jitted(fn, positions, target, dict(options or {}), check, dict(allow or {}))
+    return Jitted(fn, positions, target, check, dict(allow or {}))
 
 
 def _known_of_outputs(traced: Traced, donated: Mapping[int, int], checked: bool) -> list[Label | None]:

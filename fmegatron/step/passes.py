@@ -71,12 +71,10 @@ class Program:
             graph_module = self.stages[name] = run(graph_module, self)
         self.graph_module = graph_module
 
-    def compile(
-        self, options: Mapping[str, Any] = _NOTHING, tell: Callable[[str], None] = lambda text: None
-    ) -> Callable:
+    def compile(self, tell: Callable[[str], None] = lambda text: None) -> Callable:
         """Compile the layers inside, then the graph around them -> callable(*tensors) -> list of tensors.
 
-        options: Inductor's settings for this graph alone. tell: hears what is being compiled.
+        tell: hears what is being compiled.
         """
         entries = opaque_entries(self.graph_module.graph)
         for number, entry in enumerate(entries, 1):
@@ -87,7 +85,7 @@ class Program:
         if target.in_order and self.donated:
             module, self.written, self.harmless = writes_last(module)
         order = target.overlap.options if target.overlap else {}
-        run = compile_graph(module, self.fakes, target.backend, {**dict(target.patches), **order, **options})
+        run = compile_graph(module, self.fakes, target.backend, {**dict(target.patches), **order})
         ranks = self.rank_inputs.tensors
         return (lambda *tensors: run(*tensors, *ranks)) if ranks else run
 

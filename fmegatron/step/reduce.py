@@ -19,18 +19,15 @@ def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
 
 def reduce_gradients(
     grads: tree.Tree,
-    layouts: tree.Tree | None = None,
-    axes: Axes | None = None,
     to: tree.Tree = None,
     wire: Wire | tree.Tree = Wire(),  # noqa: B008  a frozen value
     together: int = 0,
 ) -> tree.Tree:
-    """Sum the gradients of replicas over `axes.data`: from `raw_gradient_layout` to the layout of the parameter.
+    """Sum the gradients of replicas over the data axes, so that they lie as their parameters do.
 
     Args:
-        grads: the tree of gradients, as autograd leaves them.
-        layouts: of the parameters; None: the gradients know theirs, as `value_and_grad` gives them.
-        axes: of their mesh; None: Axes(mesh), whose data axes are dp, fsdp and those of sequences.
+        grads: the tree of gradients, as autograd leaves them: they know that they are sums still to be made, and over
+            which axes, as `value_and_grad` gives them (`raw_gradient_layout`).
         to: a tree of other layouts to bring them to (`Placed.grads`, `Placed.optim`): where one of them is sharded by
             an axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending,
             nothing. None: the parameters' own.
@@ -40,23 +37,31 @@ def reduce_gradients(
     The results know their layouts. Raises ValueError, naming the leaf, for one whose layout is not known: what was
     computed of a gradient is another array.
     """
-    if layouts is None:
-        sources = tree.leaves(tree.layouts(grads))
-        own = [layout.replace(unreduced=()) for layout in sources]
-        axes = axes or (Axes(own[0].mesh) if own else None)
-    else:
-        own = tree.leaves(layouts)
-        axes = axes or (Axes(own[0].mesh) if own else None)
-        sources = [raw_gradient_layout(layout, () if axes is None else axes.data) for layout in own]
-    if axes is None:  # no gradient at all
+    sources = tree.leaves(tree.layouts(grads))
+    if not sources:
         return grads
-    axes.require(own, "reduce_gradients: layouts")
+    axes = Axes(sources[0].mesh)
+    axes.require(sources, "reduce_gradients: the gradients")
+    targets = [layout.replace(unreduced=()) for layout in sources] if to is None else tree.leaves(to)
+    return _summed(grads, sources, targets, axes, wire, together)
+
+
+def reduced_to(grads: tree.Tree, params: tree.Tree, axes: Axes, to: tree.Tree, wire: tree.Tree, together: int):
+    """`reduce_gradients` of a step that knows the layouts of the parameters, and its own data axes."""
+    sources = [raw_gradient_layout(layout, axes.data) for layout in tree.leaves(params)]
+    return _summed(grads, sources, tree.leaves(to), axes, wire, together)
+
+
+def _summed(grads, sources, targets, axes, wire, together):
     _, leaves, spec = tree.flatten(grads)
-    targets = own if to is None else tree.leaves(to)
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
-    reduced = reshard_many(leaves, sources, targets, axes, wires, together)
-    of_dtype = [layout.replace(dtype=x.dtype) for x, layout in zip(reduced, targets, strict=True)]
-    return tree.unflatten(spec, list(map(labelled, reduced, of_dtype)))
+    reduced = tree.unflatten(spec, reshard_many(leaves, sources, targets, axes, wires, together))
+    return known_as(reduced, tree.unflatten(spec, targets))
+
+
+def known_as(values: tree.Tree, layouts: tree.Tree) -> tree.Tree:
+    """The values, known to lie so, each in its own dtype: what a step has computed."""
+    return tree.map(lambda x, layout: labelled(x, layout.replace(dtype=x.dtype)), values, layouts)
 
 
 def widened(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

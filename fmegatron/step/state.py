@@ -12,9 +12,10 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
-from fmegatron.step.torch_private import EVERY_NAMESPACE, register_node
+from fmegatron.step.torch_private import register_node
 from fmegatron.tree.labels import alike
 from fmegatron.tree.spec import strategy_of
+from fmegatron.tree.structure import EVERY_NAMESPACE
 
 __all__ = [
     "State",
@@ -198,24 +199,24 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
     return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
 
 
-def averaged_params(state: State, layouts: tree.Tree, axes: Axes, strategy: DataParallel | None = None) -> tree.Tree:
+def averaged_params(state: State) -> tree.Tree:
     """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
 
     A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it
     inside the jitted step that evaluates. Parameters that are not trained are those of the state.
 
-    Args:
-        state: of the run, whose optimizer keeps an average.
-        layouts: of the parameters at rest.
-        axes: of their mesh.
-        strategy: as `build_train_step` was given it.
+    The arrays of the state know their layouts, or all are full. Raises ValueError, naming the leaf, where one does not
+    know its layout among others that do, and for an optimizer that keeps no average.
     """
     average = optim.average_of(state.opt)
-    paths = set(tree.paths(average))
-    at = placements(tree.partition(layouts, paths.__contains__)[0], strategy or DataParallel(axes.data))
-    trained, frozen = tree.partition(state.params, paths.__contains__)
-    average = tree.map(lambda a, p: a.to(p.dtype), average, trained)
-    return tree.merge(moved(average, at.optim, at.params, axes, Wire(), 1 << 20), frozen)
+    trained, frozen = tree.partition(state.params, set(tree.paths(average)).__contains__)
+    narrow = tree.map(lambda a, p: a.to(p.dtype), average, trained)
+    if not any(tree.layout_of(x) for x in tree.leaves((average, trained))):
+        return tree.merge(narrow, frozen)
+    rest = tree.layouts(trained)
+    held = tree.map(lambda layout, p: layout.replace(dtype=p.dtype), tree.layouts(average), trained)
+    axes = Axes(tree.leaves(rest)[0].mesh)
+    return tree.merge(moved(narrow, held, rest, axes, Wire(), 1 << 20), frozen)
 
 
 def moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 import torch._decomp
 import torch._inductor
-from optree.registry import __GLOBAL_NAMESPACE as EVERY_NAMESPACE  # optree has no public name for it
 from torch._functorch import config as _functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, min_cut_rematerialization_partition
@@ -59,7 +58,6 @@ __all__ = [
     "UNSAFE_VIEW",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
-    "EVERY_NAMESPACE",
     "FakeTensor",
     "FakeTensorMode",
     "Op",

@@ -14,7 +14,7 @@ from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.accumulate import accumulated, alone, require_parts
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
-from fmegatron.step.reduce import reduce_gradients
+from fmegatron.step.reduce import known_as, reduced_to
 from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.trace import described
 from fmegatron.tree.spec import strategy_of
@@ -102,7 +102,7 @@ def build_train_step(
     def reduced(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
         to = trained_at.grads if microbatches > 1 else trained_at.optim
-        return reduce_gradients(grads, trained_at.params, axes, to, wires, together)
+        return reduced_to(grads, trained_at.params, axes, to, wires, together)
 
     def with_microbatches(loss: Callable) -> tuple[LossFn, Callable]:
         cast = None if precision is None else summed
@@ -132,12 +132,13 @@ def build_train_step(
             grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, together)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
-        norm = optim.global_norm(grads, trained_at.optim, axes)
+        grads = known_as(grads, trained_at.optim)
+        norm = optim.global_norm(grads)
         if whole:  # a loss that is not finite makes an update bad, whatever its gradients are
             norm = torch.where(loss.isfinite(), norm, torch.nan)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
         there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
-        params = tree.merge(there, frozen)
+        params = tree.merge(known_as(there, trained_at.optim), frozen)
         params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
         params, _ = tree.partition(params, optimizer.trains)
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)

@@ -2,7 +2,7 @@
 
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing.align import align
-from fmegatron.testing.blame import Finding, blame
+from fmegatron.testing.blame import Finding, Kept, blame
 from fmegatron.testing.forkserver import Fork, Forkserver
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.measure import paired_seconds, peak_bytes, report, seconds
@@ -14,6 +14,7 @@ from fmegatron.testing.simulate import Ranks, Simulation, join, simulate, split
 
 __all__ = [
     "Finding",
+    "Kept",
     "Fork",
     "Forkserver",
     "Parity",

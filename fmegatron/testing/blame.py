@@ -8,6 +8,7 @@ nothing although those of all its inputs do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -18,7 +19,7 @@ from fmegatron.step.graph.nodes import user_line
 from fmegatron.testing.align import LOOKS, align, call_of, is_shard_end, name_of, seen_through, sources_of, token_of
 from fmegatron.testing.relate import relate, relates
 
-__all__ = ["Finding", "blame"]
+__all__ = ["Finding", "Kept", "blame"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,16 @@ class _Judged:
     twin: fx.Node | None = None
 
 
+class Kept(NamedTuple):
+    """A graph (`inline_layers`), and what `interpret` kept of it: of each node the values of all ranks."""
+
+    graph: fx.Graph
+    values: dict[fx.Node, list]
+
+
 def blame(
-    many: fx.Graph,
-    values: dict[fx.Node, list],
-    one: fx.Graph,
-    reference: dict[fx.Node, list],
+    many: Kept,
+    one: Kept,
     mesh: Mesh,
     wrong: dict[fx.Node, Layout],
     parts: tuple[tuple[int, ...], ...] = (),
@@ -63,10 +69,8 @@ def blame(
     """The nodes at which meaning is lost on the way to the `wrong` outputs, in the order of the graph.
 
     Args:
-        many: the graph over the mesh (`inline_layers`).
-        values: what `interpret` kept of it.
+        many: the graph over the mesh.
         one: the graph over one rank.
-        reference: what `interpret` kept of that.
         mesh: of the ranks.
         wrong: outputs that differ, with their layouts; one whose value relates to one rank in another way is itself a
             finding.
@@ -75,17 +79,17 @@ def blame(
         called_at: `Traced.called_at`, a line that is none of the step's; what is there is named by the last line of the
             step on the way to it.
     """
-    judging = _Judging(many, values, reference, mesh, parts, align(many, one), tolerance, called_at)
+    judging = _Judging(many, one, mesh, parts, tolerance, called_at)
     return judging.findings(wrong, strict=True) or judging.findings(wrong, strict=False)
 
 
 class _Judging:
     """All nodes of a graph, judged in order."""
 
-    def __init__(self, many, values, reference, mesh, parts, twins, tolerance, called_at):
+    def __init__(self, many: Kept, one: Kept, mesh: Mesh, parts, tolerance, called_at):
         self.called_at = user_line(called_at)
-        self.many, self.values, self.reference, self.mesh = many, values, reference, mesh
-        self.parts, self.twins, self.tolerance = parts, twins, tolerance
+        self.many, self.values, self.reference, self.mesh = many.graph, many.values, one.values, mesh
+        self.parts, self.twins, self.tolerance = parts, align(many.graph, one.graph), tolerance
         self.seen = {}  # (local shape, shape on one rank) -> ways that were found; they recur
         self.judged: dict[fx.Node, _Judged] = {}
 

@@ -14,7 +14,7 @@ from fmegatron.layout import Mesh, Split
 from fmegatron.step import Description
 from fmegatron.step.graph.nodes import items_of
 from fmegatron.step.opaque import inline_layers
-from fmegatron.testing.blame import Finding, blame
+from fmegatron.testing.blame import Finding, Kept, blame
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut
 from fmegatron.testing.simulate import Ranks, Simulation, simulate
@@ -202,7 +202,7 @@ def _find(sharded, single, wrong, tolerance=1e-10):
     nodes = {outputs[i]: sharded.layouts[i] for i in at}
     _, mine = interpret(many, sharded.mesh, sharded.inputs, keep=True)
     called_at = sharded.traced.called_at
-    return blame(many, mine, one, theirs, sharded.mesh, nodes, tuple(sorted(parts)), tolerance, called_at)
+    return blame(Kept(many, mine), Kept(one, theirs), sharded.mesh, nodes, tuple(sorted(parts)), tolerance, called_at)
 
 
 def _layouts_of_inputs(sim):

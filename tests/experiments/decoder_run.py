@@ -51,7 +51,7 @@ def main(config):
     ids = numpy.random.default_rng(5).integers(0, VOCAB, 4000).astype(numpy.uint16)
     specs, axes = model.specs(of, config.mesh), Axes(config.mesh)
     optimizer = optim.adamw(optim.cosine(1e-2, STEPS, 2, end=1e-3), weight_decay=0.1)
-    loss = functools.partial(model.loss, decoder=of, layouts=tree.layouts(specs), axes=axes)
+    loss = functools.partial(model.loss, decoder=of, axes=axes)
     train_step = step.build_train_step(loss, optimizer, tree.layouts(specs), axes, microbatches=config.microbatches)
     compiled = step.jit(train_step, donate=0, world=world, backend=config.backend)
     rows = DataParallel().batch_layout((BATCH, SEQ), torch.int64, config.mesh, config.microbatches)

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fmegatron import checkpoint, interop
+from fmegatron import checkpoint, interop, tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import cut_tree
@@ -44,9 +44,10 @@ VALUES = {"lr": 0.5, "opt/betas": (0.9, 0.98)}
 def save(rank, path, sizes):
     state, layouts = tree_on(mesh := Mesh(**sizes))
     with connect(mesh, device="cpu") as world:
-        interop.save_dcp(path, cut_tree(state, layouts)[rank], layouts, world, VALUES)
+        mine = tree.place(cut_tree(state, layouts)[rank], layouts, rank)
+        interop.save_dcp(path, mine, world, VALUES)
         with pytest.raises((ValueError, RuntimeError), match="exists"):
-            interop.save_dcp(path, cut_tree(state, layouts)[rank], layouts, world)
+            interop.save_dcp(path, mine, world)
 
 
 def load(rank, path, size):
@@ -84,10 +85,10 @@ def test_requests_that_do_not_fit(tmp_path):
     layouts = {"a": {"b": Layout((2,), torch.float32, Mesh())}, "a.b": Layout((2,), torch.float32, Mesh())}
     state = {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)}
     with pytest.raises(ValueError, match="torch's name for a"):
-        interop.save_dcp(tmp_path / "c", state, layouts)
+        interop.save_dcp(tmp_path / "c", tree.place(state, layouts))
     with pytest.raises(ValueError, match="w: got <built-in function print>"):
-        interop.save_dcp(tmp_path / "c", {"a": state["a"]}, {"a": layouts["a"]}, values={"w": print})
+        interop.save_dcp(tmp_path / "c", {"a": state["a"]}, values={"w": print})
     wide = {"x": Layout((2,), torch.float32, Mesh(tp=2))}
     with pytest.raises(ValueError, match="without torch.distributed|save together"):
-        interop.save_dcp(tmp_path / "c", {"x": torch.zeros(2)}, wide)
+        interop.save_dcp(tmp_path / "c", tree.place({"x": torch.zeros(2)}, wide))
     assert not (tmp_path / "c").exists() or not list((tmp_path / "c").glob(".metadata"))

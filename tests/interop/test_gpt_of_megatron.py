@@ -40,7 +40,7 @@ def logits_on(mesh, params, of, tokens):
     rows = STRATEGY.batch_layout(tuple(tokens.shape), torch.int64, mesh)
     out = Layout((*tokens.shape, of.padded_vocab), torch.float32, mesh, (*rows.spec[:2], "tp"))
     return simulate(
-        lambda p, b: model.logits(p, b["tokens"], of, layouts, axes), mesh, params, {"tokens": tokens},
+        lambda p, b: model.logits(p, b["tokens"], of, axes), mesh, params, {"tokens": tokens},
         layouts=(layouts, {"tokens": rows}), out_layouts=out,
     ).globals()  # fmt: skip
 
@@ -79,13 +79,13 @@ def test_training_goes_on_from_megatrons_state(trained):
         state = megatron.load_state(run, of, layouts)
         assert int(state.step) == int(state.opt["count"]) == 2
         train = step.build_train_step(
-            lambda p, b, of=of, axes=axes, layouts=layouts: model.loss(p, b, of, layouts.params, axes),
+            lambda p, b, of=of, axes=axes, layouts=layouts: model.loss(p, b, of, axes),
             optimizer, layouts.params, axes, clip_norm=None,
         )  # fmt: skip
         tokens = found["batch"]
         state, metrics = step.jit(train, backend="eager")(state, {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
         assert abs(float(metrics["loss"]) / float(found["loss"]) - 1) <= 1e-5, case
-        got = model.logits(state.params, tokens[:, :-1], of, layouts.params, axes)
+        got = model.logits(state.params, tokens[:, :-1], of, axes)
         assert (got - found["logits"]).abs().max() <= 1e-4 * found["logits"].abs().max(), case
 
 

@@ -15,6 +15,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.collectives import connect
 from fmegatron.interop import from_state_dict, load_state_dict, save_state_dict, to_state_dict
 from fmegatron.layout import Mesh
+from fmegatron.tree import place
 from tests.interop.models import build, full, same, state_of
 
 
@@ -85,7 +86,8 @@ def round_trip(rank, size):
     assert values == {"n": 3} and all(x.data_ptr() == tree[f"model/{k}"].data_ptr() for k, x in locals_of(model))
     mesh = net.up.weight.device_mesh
     inner = {k: v for k, v in tree.items() if layouts[k].mesh.names == ("fsdp", "tp")}
-    back = to_state_dict(inner, layouts, mesh)["model"]
+    inner = place(inner, {k: layouts[k] for k in inner}, rank)
+    back = to_state_dict(inner, mesh)["model"]
     for name, x in back.items():
         assert x.placements == model[name].placements and torch.equal(x._local_tensor, model[name]._local_tensor), name
     return sorted(back)

@@ -10,14 +10,15 @@ import torch
 
 from fmegatron import step
 from fmegatron.data import source
-from fmegatron.loop import BadLossError, LossSpike, LossStuck, train
+from fmegatron.loop import BadLoss, BadLossError, LossSpike, LossStuck, train
 from fmegatron.loop.losses import LossWatch, RollBack, RunAgain
 from tests.loop.test_train import Ranks
 
 
-def losses(values, **settings):
+def losses(values, spike=None, **settings):
     """Train with these losses; the state counts updates."""
-    return train(lambda s, b: (s + 1, {"loss": values[b]}), torch.tensor(0), source(int), steps=len(values), **settings)
+    settings |= {"steps": len(values), "bad": BadLoss(spike=spike)}
+    return train(lambda s, b: (s + 1, {"loss": values[b]}), torch.tensor(0), source(int), **settings)
 
 
 def test_a_spike_is_found_at_its_update_and_the_median_does_not_follow_it():
@@ -89,7 +90,7 @@ def test_skip_takes_the_update_back_and_only_that():
         return state + value, {"loss": state.sum() * 0 + value}
 
     with pytest.warns(RuntimeWarning, match="step 4: loss is nan; its update is skipped") as warned:
-        infos = list(train(update, torch.zeros(2), source(int), steps=6, on_nonfinite="skip"))
+        infos = list(train(update, torch.zeros(2), source(int), steps=6, bad=BadLoss("skip")))
     assert len(warned) == 1 and [int(info.state[0]) for info in infos] == [1, 2, 3, 3, 4, 5]
     values = [1.0] * 20 + [50.0] + [1.0] * 3
     with pytest.warns(RuntimeWarning, match="step 21: loss is 50, .* its update is skipped"):
@@ -100,7 +101,7 @@ def test_skip_takes_the_update_back_and_only_that():
 def test_skip_needs_the_state_of_before():
     update = step.jit(lambda s, b: ({"w": s["w"] * 2}, {"loss": s["w"].sum()}), donate=0, backend="eager")
     with pytest.raises(ValueError, match=r"skip: got a step that donates 'w', wanted one .*optim.skip_nonfinite"):
-        list(train(update, {"w": torch.ones(3)}, source(lambda p: torch.ones(1)), steps=3, on_nonfinite="skip"))
+        list(train(update, {"w": torch.ones(3)}, source(lambda p: torch.ones(1)), steps=3, bad=BadLoss("skip")))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_skip_needs_the_state_of_before():
             "LossSpike: then: got 'stop', wanted one of warn, skip, roll back, rerun, raise",
         ),
         (lambda: LossStuck(then="skip"), "another action than 'skip'"),
-        (lambda: train(None, None, source(int), steps=1, on_nonfinite="stop"), "on_nonfinite: got 'stop'"),
+        (lambda: BadLoss("stop"), "nonfinite: got 'stop'"),
     ],
 )
 def test_values_are_checked(make, words):
@@ -134,7 +135,7 @@ def test_a_sound_run_asks_once_a_step():
     def update(state, batch):
         return state, {"loss": torch.tensor(3.0 / (1 + batch)).as_subclass(Watched)}
 
-    settings = {"spike": LossSpike(then="roll back"), "stuck": LossStuck(10), "on_nonfinite": "roll back"}
+    settings = {"bad": BadLoss("roll back", LossSpike(then="roll back"), LossStuck(10))}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for info in train(update, torch.zeros(1), source(int), steps=40, log_every=20, world=world, **settings):

@@ -11,7 +11,7 @@ from fmegatron import checkpoint, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import NonFiniteError, nonfinite, train
+from fmegatron.loop import BadLoss, NonFiniteError, nonfinite, train
 from tests.loop.test_train import Ranks
 
 SPECS = {
@@ -85,8 +85,8 @@ def test_other_metrics_may_be_anything():
 
 
 def test_a_user_may_say_otherwise():
-    with pytest.warns(RuntimeWarning, match=r"step [234]: loss is nan.*training goes on, as on_nonfinite='warn' says"):
-        infos = list(train(bad_from(2), begin(), source(int), steps=4, log_every=1, on_nonfinite="warn"))
+    with pytest.warns(RuntimeWarning, match=r"step [234]: loss is nan.*training goes on, as nonfinite='warn' says"):
+        infos = list(train(bad_from(2), begin(), source(int), steps=4, log_every=1, bad=BadLoss("warn")))
     assert [info.finite() for info in infos] == [True, False, False, False]
 
 

@@ -13,22 +13,27 @@ LAYOUTS = {
 }
 
 
+def tokens(rows, length, **axes):
+    """The layout of a batch whose rows dp splits, and whose sequences cp."""
+    return Layout((rows, length), torch.int64, Mesh(**{"dp": 1, "cp": 1} | axes), ("dp", "cp"))
+
+
 def test_arithmetic():
-    text = startup(LAYOUTS, batch_size=16, seq_len=32, steps=100, start=40, data_ranks=2, microbatches=4)
+    text = startup(LAYOUTS, tokens(16, 32, dp=2), steps=100, start=40, microbatches=4)
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in text.splitlines()}
     assert lines["mesh"] == "fsdp2·tp2: 4 ranks"
     assert lines["parameters"] == "56 in 2 leaves, 64 B of them on a rank"  # 4 x 3 fp32 and 8 bf16
     assert lines["batch"].startswith("16 x 32 = 512 tokens per step; 2 x 32 per rank and microbatch")
     assert lines["steps"] == "40 to 100: 30,720 tokens"
     assert lines["FLOPs"] == f"{6 * 56 * 512:.3g} per step, {6 * 56 * 512 * 60:.3g} in all"
-    assert "1e+03 per step" in startup(LAYOUTS, 2, 5, steps=1, flops_per_token=100)
-    assert "; 16 x 16 per rank" in startup(LAYOUTS, 16, 32, steps=1, sequence_ranks=2)
+    assert "1e+03 per step" in startup(LAYOUTS, tokens(2, 5), steps=1, flops_per_token=100)
+    assert "; 16 x 16 per rank" in startup(LAYOUTS, tokens(16, 32, cp=2), steps=1)
 
-    text = startup(LAYOUTS, batch_size=16, seq_len=32, steps=30, start=40)
+    text = startup(LAYOUTS, tokens(16, 32), steps=30, start=40)
     assert "steps        40 to 40: 0 tokens (more than the 30 that were asked for are done)" in text
     assert "per step, 0 in all" in text
 
 
 def test_a_batch_that_cannot_be_cut():
     with pytest.raises(ValueError, match="batch_size: got 6, wanted a multiple of 4 .* try 8"):
-        startup(LAYOUTS, 6, 32, steps=1, data_ranks=2, microbatches=2)
+        startup(LAYOUTS, tokens(6, 32, dp=2), steps=1, microbatches=2)

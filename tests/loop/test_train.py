@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fmegatron.data import source
-from fmegatron.loop import Stop, evaluate, fetch, mean, train
+from fmegatron.loop import BadLoss, Stop, evaluate, fetch, mean, train
 
 
 def count(state, batch):
@@ -48,12 +48,16 @@ def test_log_points():
         ({"log_every": 2.5}, "log_every: got 2.5"),
         ({"steps": "10"}, "steps: got '10'"),
         ({"start": -1}, "start: got -1"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', wanted one of warn, skip, roll back, rerun, raise"),
     ],
 )
 def test_settings_are_checked_before_the_first_step(wrong, words):
     with pytest.raises(ValueError, match=words):
         train(count, torch.tensor(0), source(torch.tensor), **{"steps": 1, **wrong})
+
+
+def test_what_follows_on_a_bad_loss_is_checked_when_it_is_said():
+    with pytest.raises(ValueError, match="nonfinite: got 'stop', wanted one of warn, skip, roll back, rerun, raise"):
+        BadLoss("stop")
 
 
 def test_whole_numbers_of_any_library():

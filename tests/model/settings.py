@@ -134,7 +134,7 @@ def with_fields(of: model.Decoder, **fields) -> model.Decoder:
 def train_step(mesh: Mesh, of: Made):
     """The step of a case, on its mesh or on one rank."""
     axes, layouts = Axes(mesh, data=of.strategy.tokens), model.layouts(of.decoder, mesh, strategy=of.strategy)
-    loss = functools.partial(model.loss, decoder=of.decoder, layouts=layouts, axes=axes, save=of.save)
+    loss = functools.partial(model.loss, decoder=of.decoder, axes=axes, save=of.save)
     how = {"strategy": of.strategy, "microbatches": of.microbatches, "twice": True}  # Switch's balance needs all loads
     return step.build_train_step(lambda p, b: loss(p, b), optim.adamw(1e-2), layouts, axes, **how)
 

@@ -163,13 +163,12 @@ def _is_low_rank(w):
 def test_gradients_are_those_of_autograd_through_the_dense_sum(case):
     specs, axes = case.specs(case.one), Axes(case.one, data=case.strategy.tokens)
     params = tree.map(lambda t: t.clone().requires_grad_(), tree.init(specs, 0, 0))
-    layouts = tree.layouts(specs)
-    whole, of_whole = (model.adapted(t["base"], t["lora"]) for t in (params, layouts))
+    whole = model.adapted(params["base"], params["lora"])
     plain = tree.map(nn.dense, whole, is_leaf=_is_low_rank)
     pairs = {p: t for p, t in zip(tree.paths(params["lora"]), tree.leaves(params["lora"]), strict=True) if "pairs" in p}
     dense, ours = (
-        torch.autograd.grad(loss_of(model.loss(w, case.batch(), case.decoder, of, axes)[0]), list(pairs.values()))
-        for w, of in ((plain, layouts["base"]), (whole, of_whole))
+        torch.autograd.grad(loss_of(model.loss(w, case.batch(), case.decoder, axes)[0]), list(pairs.values()))
+        for w in (plain, whole)
     )
     assert max(relative_error(y, x) for x, y in zip(dense, ours, strict=True)) < 1e-10
 
@@ -194,15 +193,15 @@ def test_a_missing_sum_over_tp_is_refused(name, monkeypatch):
 def test_generation_uses_the_adapters():
     case = CASES["experts"]
     specs = case.specs(Mesh())
-    params, layouts, axes = tree.init(specs, 0, 0), tree.layouts(specs), Axes(Mesh())
+    params, axes = tree.init(specs, 0, 0), Axes(Mesh())
     prompts = [case.batch()["tokens"][0, :5], case.batch()["tokens"][1, :2]]
     texts = []
-    for weights, of in (
-        (model.adapted(params["base"], params["lora"]), model.adapted(layouts["base"], layouts["lora"])),
-        (model.merged(params["base"], params["lora"]), layouts["base"]),
-        (params["base"], layouts["base"]),
+    for weights in (
+        model.adapted(params["base"], params["lora"]),
+        model.merged(params["base"], params["lora"]),
+        params["base"],
     ):
-        writer = model.inference(weights, case.decoder, of, axes)
+        writer = model.inference(weights, case.decoder, axes)
         texts.append(model.generate(writer, prompts, 8, temperature=0))
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
 
@@ -221,7 +220,7 @@ def steps_and_text_on_rank(rank, name):
 def text_of(case, params, axes):
     """Eight tokens behind each of two prompts."""
     weights, tokens = model.adapted(params["base"], params["lora"]), case.batch()["tokens"]
-    writer = model.inference(weights, case.decoder, tree.layouts(weights), axes)
+    writer = model.inference(weights, case.decoder, axes)
     return model.generate(writer, [tokens[0, :5], tokens[1, :2]], 8, temperature=0)
 
 
@@ -341,7 +340,7 @@ class Own(model.PerToken):
     def arrays(self, dim):
         return {"in": {"w": model.Array((dim, dim), ("fsdp",))}, "gain": model.Array((dim,))}
 
-    def __call__(self, u, w, at, axes):
+    def __call__(self, u, w, at):
         return self.how(u, w["in"]["w"])
 
 

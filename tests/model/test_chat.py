@@ -46,7 +46,7 @@ def test_opened_is_what_was_saved(run):
 
 def test_a_prompt_is_continued_as_generate_does(run):
     folder, decoder, params = run
-    writer = model.inference(params, decoder, model.layouts(decoder, Mesh()), Axes(Mesh()))
+    writer = model.inference(params, decoder, Axes(Mesh()))
     wanted = TOKENIZER.decode(model.generate(writer, [TOKENIZER.encode("TO BE")], 20, temperature=0)[0])
     got = ask("chat", folder, "--prompt", "TO BE", "--tokens", 20, "--temperature", 0)
     assert got == (0, wanted + "\n")
@@ -65,7 +65,7 @@ def test_perplexity_of_a_file(run, tmp_path):
     (tmp_path / "a.txt").write_text(text)
     status, out = ask("score", folder, tmp_path / "a.txt", "--stride", 10)
     found = json.loads(out)
-    reader = model.inference(params, decoder, model.layouts(decoder, Mesh()), Axes(Mesh()))
+    reader = model.inference(params, decoder, Axes(Mesh()))
     wanted = model.perplexity(reader, TOKENIZER.encode(text).astype("int64"), stride=10)
     assert status == 0 and found["tokens"] == len(text) - 1 and math.isclose(found["loss"], wanted.loss)
 
@@ -150,7 +150,7 @@ def test_a_template_makes_the_prompts(run, tmp_path, capsys):
     folder, decoder, params = run
     (tmp_path / "chat.jinja").write_text(JINJA.replace("\n{% endfor", "7{% endfor"))
     how = ("--tokens", 6, "--temperature", 0, "--template", tmp_path / "chat.jinja", "--system", "BE")
-    writer = model.inference(params, decoder, model.layouts(decoder, Mesh()), Axes(Mesh()))
+    writer = model.inference(params, decoder, Axes(Mesh()))
     wanted, messages = [], "SYSTEM BE7"
     for line in ("WHO", "AND"):
         messages += f"USER {line}7ASSISTANT "

@@ -73,9 +73,7 @@ def test_residual_outputs_start_smaller():
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():
-    parts, _ = model.loss(
-        model.init(TINY, Mesh(), 0), make_batch(TINY), TINY, model.layouts(TINY, Mesh()), Axes(Mesh())
-    )
+    parts, _ = model.loss(model.init(TINY, Mesh(), 0), make_batch(TINY), TINY, Axes(Mesh()))
     assert abs(float(loss_of(parts)) - math.log(TINY.vocab_size)) < 0.05
 
 

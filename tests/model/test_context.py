@@ -105,7 +105,7 @@ def make_train_step(config, strategy, rate, mesh):
     axes = Axes(mesh, data=strategy.tokens)
 
     def loss(params, batch):
-        return model.loss(params, batch, config, layouts, axes, "inputs")
+        return model.loss(params, batch, config, axes, "inputs")
 
     return step.build_train_step(loss, optim.adamw(rate), layouts, axes, strategy=strategy)
 

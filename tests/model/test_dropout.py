@@ -76,7 +76,7 @@ def train_step(mesh, of, n=1, save=None, key=3):
     axes, layouts = Axes(mesh, data=HSDP.tokens), model.layouts(of, mesh, strategy=HSDP)
 
     def loss(params, batch, samples):
-        return model.loss(params, batch, of, layouts, axes, save, samples=samples, key=key)
+        return model.loss(params, batch, of, axes, save, samples=samples, key=key)
 
     return step.build_train_step(loss, OPTIMIZER, layouts, axes, strategy=HSDP, microbatches=n, numbered=True)
 
@@ -138,8 +138,8 @@ def test_masks_are_the_same_bit_for_bit(split):
 
         def of_rank(x, at):
             draws = draws_of(at["samples"], at["positions"], at["documents"], key, SEQ, 7)
-            given = At(at["positions"], draws=draws(depth))
-            return {"x": dropped(x["x"], 0.5, name, given, axes)}, {}
+            given = At(at["positions"], draws=draws(depth), axes=axes)
+            return {"x": dropped(x["x"], 0.5, name, given)}, {}
 
         rows = HSDP.batch_layout((ROWS, SEQ), torch.int64, mesh)
         along = (*HSDP.sequence, "tp") if split else HSDP.sequence
@@ -164,15 +164,15 @@ def test_masks_are_the_same_bit_for_bit(split):
 def test_dropout_of_the_softmax_is_the_definition():
     """Masked weights times values, by hand; the weights that stay are scaled."""
     of = gpt2(layers=1, dropout=0.0, embed_dropout=0.0, attention_dropout=0.5)
-    mixer, axes = of.blocks[0][0].mixer, Axes(Mesh())
+    mixer = of.blocks[0][0].mixer
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 5, 4, 4, generator=g, dtype=torch.float64) for _ in range(3))
     positions = torch.arange(5)
     at = At(positions, draws=draws_of(torch.arange(2), positions, None, 0, SEQ, 2)(1))
-    got = mixer.attend(q, k, v, {}, at, axes=axes)
-    assert not torch.equal(got, mixer.attend(q, k, v, {}, at._replace(draws=None), axes=axes))
+    got = mixer.attend(q, k, v, {}, at)
+    assert not torch.equal(got, mixer.attend(q, k, v, {}, at._replace(draws=None)))
     eye = torch.eye(5, dtype=torch.float64)[None, :, None].expand(2, 5, 4, 5)  # values that show the weights
-    p_BSHT = mixer.attend(q, k, eye, {}, at, axes=axes)
+    p_BSHT = mixer.attend(q, k, eye, {}, at)
     s = (q.transpose(1, 2) @ k.transpose(1, 2).mT / 2).masked_fill(
         ~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf
     )
@@ -187,14 +187,14 @@ def test_dropout_of_the_softmax_is_the_definition():
 
 # ---- nothing is silent -----------------------------------------------------------------------------------------------
 def test_a_gradient_without_samples_is_refused():
-    of, layouts = gpt2(), model.layouts(gpt2(), Mesh())
+    of = gpt2()
     params, batch = model.init(of, Mesh(), 0), batch_of(False)
-    grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, layouts, Axes(Mesh())), axes=Axes(Mesh()))
+    grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, Axes(Mesh())), axes=Axes(Mesh()))
     with pytest.raises(ValueError, match=r"Decoder.embed_dropout: got 0.1 in a loss .*numbered=True.*deterministic"):
         grad(params, batch)
     quiet = model.deterministic(of)
-    (loss, _), _ = step.value_and_grad(lambda p, b: model.loss(p, b, quiet, layouts, Axes(Mesh())))(params, batch)
-    parts, _ = model.loss(params, batch, of, layouts, Axes(Mesh()))
+    (loss, _), _ = step.value_and_grad(lambda p, b: model.loss(p, b, quiet, Axes(Mesh())))(params, batch)
+    parts, _ = model.loss(params, batch, of, Axes(Mesh()))
     assert torch.equal(loss, step.means(parts, Axes(Mesh()))["lm"])  # evaluation draws nothing
     noisy = model.deterministic(mixture())
     assert noisy == model.deterministic(noisy) and not any(

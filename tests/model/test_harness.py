@@ -23,7 +23,7 @@ WHY = "the extra `eval` is not installed; `make test-all` installs it"
 @pytest.fixture(scope="module")
 def reader():
     params = leaves_that_differ(model.init(DECODER, Mesh(), key=5))
-    return model.inference(params, DECODER, model.layouts(DECODER, Mesh()), Axes(Mesh()))
+    return model.inference(params, DECODER, Axes(Mesh()))
 
 
 def total(reader, prompt, behind):

@@ -40,18 +40,18 @@ class Case(NamedTuple):
     loss: Any = None  # None: model.loss
 
 
-def from_logits(params, given, decoder, layouts, axes, save):
+def from_logits(params, given, decoder, axes, save):
     """nll[B, S] of whole logits."""
-    logits_BSV = model.logits(params, given["tokens"], decoder, layouts, axes, save)
+    logits_BSV = model.logits(params, given["tokens"], decoder, axes, save)
     return nn.cross_entropy(logits_BSV, given["labels"], axes["tp"], decoder.vocab_size)
 
 
-def preferences(params, batch, decoder, layouts, axes, save=None, beta=0.5, losses=model.token_losses):
+def preferences(params, batch, decoder, axes, save=None, beta=0.5, losses=model.token_losses):
     """DPO (arXiv 2305.18290, equation 7): a mean over pairs of which each is a row, equal on the ranks of cp."""
 
     def logp_B(side):
         given = {"tokens": batch[side], "labels": batch[f"{side}_labels"]}
-        nll_BS, _ = losses(params, given, decoder, layouts, axes, save)
+        nll_BS, _ = losses(params, given, decoder, axes, save)
         return -psum((nll_BS * batch[f"{side}_mask"]).sum(1), axes.sequence)
 
     margin_B = logp_B("chosen") - logp_B("rejected") - (batch["ref_chosen"] - batch["ref_rejected"])
@@ -122,8 +122,7 @@ def wanted(name: str):
     params, g = model.init(case.decoder, Mesh(), 0), torch.Generator().manual_seed(7)
     params = tree.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=g, dtype=x.dtype), params)
     leaves = tree.map(lambda x: x.clone().requires_grad_(), params)
-    layouts = model.layouts(case.decoder, Mesh())
-    parts, metrics = (case.loss or model.loss)(leaves, given(name), case.decoder, layouts, axes)
+    parts, metrics = (case.loss or model.loss)(leaves, given(name), case.decoder, axes)
     shown = parts | {k: x for k, x in metrics.items() if isinstance(x, step.Part)}
     loss = loss_of(parts)
     found = torch.autograd.grad(loss, tree.leaves(leaves), allow_unused=True)
@@ -135,7 +134,7 @@ def compared(name: str, mesh: Mesh, n: int, save, strategy: DataParallel):
     """(largest relative error of loss, means and gradients, the report of the check)."""
     case, optimizer = CASES[name], optim.sgd(1.0)
     axes, layouts = Axes(mesh, data=mesh.axes(strategy.tokens)), model.layouts(case.decoder, mesh, strategy=strategy)
-    of = {"decoder": case.decoder, "layouts": layouts, "axes": axes, "save": save}
+    of = {"decoder": case.decoder, "axes": axes, "save": save}
     loss_fn = functools.partial(case.loss or model.loss, **of)
     how = {"microbatches": n, "clip_norm": None, **(case.how if n > 1 else {})}
     train = step.build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy, **how)
@@ -174,12 +173,12 @@ def test_padding_is_not_what_is_not_learned_from():
     """Router losses count the tokens that are no padding, whatever the mask; the loss counts what is learned from."""
     of, axes = moe(sequence_balance=0.1, z_loss=0.05), Axes(Mesh())
     batch = given("experts: z, balance of sequences, padding")
-    parts, _ = model.loss(model.init(of, Mesh(), 0), batch, of, model.layouts(of, Mesh()), axes)
+    parts, _ = model.loss(model.init(of, Mesh(), 0), batch, of, axes)
     shown, real = step.means(parts, axes), batch["documents"] >= 0
     assert shown["router_z/count"] == shown["sequence_balance/count"] == real.sum()
     assert shown["lm/count"] == (batch["mask"] * real).sum()
     stated = {k: x for k, x in batch.items() if k != "documents"} | {"padding": ~real, "documents": real * 0}
-    other, _ = model.loss(model.init(of, Mesh(), 0), stated, of, model.layouts(of, Mesh()), axes)
+    other, _ = model.loss(model.init(of, Mesh(), 0), stated, of, axes)
     assert step.means(other, axes)["router_z/count"] == real.sum()
 
 
@@ -190,7 +189,7 @@ def test_a_statistic_called_loss_is_refused():
         def arrays(self, dim):
             return {"w": model.Array((dim,))}
 
-        def __call__(self, u, w, at, axes):
+        def __call__(self, u, w, at):
             return u * w["w"], {"loss": u.sum()}
 
         def __hash__(self):
@@ -201,4 +200,4 @@ def test_a_statistic_called_loss_is_refused():
 
     of = model.Decoder(V, 16, ((model.Part("old", Old(), NORM),),), S, NORM, precision=Precision.fp64())
     with pytest.raises(ValueError, match=r"Old of the part 'old': got a statistic 'loss', .* a method losses"):
-        model.loss(model.init(of, Mesh(), 0), batch_of("plain"), of, model.layouts(of, Mesh()), Axes(Mesh()))
+        model.loss(model.init(of, Mesh(), 0), batch_of("plain"), of, Axes(Mesh()))

@@ -52,24 +52,24 @@ def packed(config, batch_size=4):
 
 def test_documents_do_not_see_each_other():
     of, mesh = hybrid(4), Mesh()
-    params, layouts, axes = model.init(of, mesh, 0), model.layouts(of, mesh), Axes(mesh)
+    params, axes = model.init(of, mesh, 0), Axes(mesh)
     batch = packed(of)
-    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of, axes)
+    got = model.read_out(*model.hidden(params, batch, of, axes)[:3], of)
     for row, cut in enumerate((5, 8, 12, 1)):
         parts = [part for part in batch["tokens"][row : row + 1].split((cut, 12 - cut), 1) if part.numel()]
-        alone = torch.cat([model.logits(params, part, of, layouts, axes) for part in parts], 1)
+        alone = torch.cat([model.logits(params, part, of, axes) for part in parts], 1)
         torch.testing.assert_close(got[row : row + 1], alone, rtol=1e-11, atol=1e-11)
 
 
 def test_generation_equals_the_growing_prompt():
     of, mesh = hybrid(4), Mesh()
-    params, layouts, axes = model.init(of, mesh, 5), model.layouts(of, mesh), Axes(mesh)
+    params, axes = model.init(of, mesh, 5), Axes(mesh)
     prompts, texts = [torch.tensor([[7]]), torch.tensor([[7, 3, 80, 11, 4, 9]])], []  # shorter than the convolution
-    writers = [model.inference(params, of, layouts, axes, chunk=chunk) for chunk in (1, 4, 64)]
+    writers = [model.inference(params, of, axes, chunk=chunk) for chunk in (1, 4, 64)]
     for prompt in prompts:
         text = prompt
         for _ in range(6):
-            best = model.logits(params, text, of, layouts, axes)[:, -1, :90].argmax(-1, keepdim=True)
+            best = model.logits(params, text, of, axes)[:, -1, :90].argmax(-1, keepdim=True)
             text = torch.cat((text, best), 1)
         texts.append(text[0, prompt.shape[1] :])
         for writer in writers:

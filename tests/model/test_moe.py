@@ -35,8 +35,8 @@ def test_loss_and_each_gradient(name):
     of, mesh = experts(name), SETTINGS[name][0]
 
     def make_step(mesh):
-        layouts, axes = model.layouts(of, mesh), Axes(mesh, data=DATA)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, of, layouts, axes, "inputs"), axes=axes)
+        axes = Axes(mesh, data=DATA)
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, of, axes, "inputs"), axes=axes)
 
         def gradients(params, batch):
             (loss, metrics), grads = f(params, batch)
@@ -59,7 +59,7 @@ def test_loss_and_each_gradient(name):
 def test_every_output_is_proven(name):
     of, mesh = experts(name), SETTINGS[name][0]
     axes, layouts, optimizer = Axes(mesh, data=DATA), model.layouts(of, mesh), optim.adamw(1e-3)
-    train = step.build_train_step(lambda p, b: model.loss(p, b, of, layouts, axes, "inputs"), optimizer, layouts, axes)
+    train = step.build_train_step(lambda p, b: model.loss(p, b, of, axes, "inputs"), optimizer, layouts, axes)
     rows = DataParallel(axes.data).batch_layout((8, 12), torch.int64, mesh)
     report = step.check(train, step.state_specs(model.specs(of, mesh), optimizer), {"tokens": rows, "labels": rows})
     assert report.ok, str(report)
@@ -78,7 +78,7 @@ def test_too_few_rows_are_counted_and_no_loss_is_reported():
     layouts, axes = model.layouts(of, mesh), Axes(mesh, data=DATA)
     batch = make_batch(of, batch_size=2)
     sim = simulate(
-        lambda p, b: (p, whole(model.loss(p, b, of, layouts, axes), axes)), mesh, model.init(of, Mesh(), 0), batch,
+        lambda p, b: (p, whole(model.loss(p, b, of, axes), axes)), mesh, model.init(of, Mesh(), 0), batch,
         layouts=(layouts, {k: Layout(x.shape, x.dtype, mesh, ("ep",)) for k, x in batch.items()}),
         out_layouts=(layouts, None),
     )  # fmt: skip

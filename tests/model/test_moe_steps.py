@@ -55,7 +55,7 @@ CASES = {
 
 def train_step(mesh, strategy, of, save=None, microbatches=1, optimizer=None):
     axes, layouts = Axes(mesh, data=strategy.tokens), model.layouts(of, mesh, strategy=strategy)
-    loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes, save=save)
+    loss = functools.partial(model.loss, decoder=of, axes=axes, save=save)
     how = {"strategy": strategy, "microbatches": microbatches, "settle": functools.partial(model.settled, decoder=of)}
     return step.build_train_step(lambda p, b: loss(p, b), optimizer or optim.adamw(1e-2), layouts, axes, **how)
 
@@ -134,8 +134,8 @@ def test_biases_move_by_the_loads_of_the_full_batch(microbatches):
     state, batch = values(given(one, HSDP, of)[0])
     new, metrics = train_step(one, HSDP, of, microbatches=microbatches)(state, batch)
     assert "load" not in metrics and metrics["imbalance"] > 1
-    layouts, axes = model.layouts(of, one, strategy=HSDP), Axes(one, data=DATA)
-    load = model.loss(state.params, batch, of, layouts, axes)[1]["load"]["blocks"]["mlp"]
+    axes = Axes(one, data=DATA)
+    load = model.loss(state.params, batch, of, axes)[1]["load"]["blocks"]["mlp"]
     assert load.shape == (2, 8) and (load.sum(1) == batch["tokens"].numel() * V3.top_k).all()
     moved = new.params["blocks"]["mlp"]["choice_bias"] - state.params["blocks"]["mlp"]["choice_bias"]
     assert torch.equal(moved, 0.01 * (load.double().mean(1, keepdim=True) - load).sign())

@@ -30,8 +30,8 @@ def further(depths=2, weight=0.3, **changes):
 # ---- against plain torch ---------------------------------------------------------------------------------------------
 def plain_losses(params, batch, of):
     """[main, depth 1, depth 2, ...]: sums over rows, documents and depths written out."""
-    axes, layouts = Axes(ONE), model.layouts(of, ONE)
-    x, w, at, _ = model.hidden(params, batch, of, layouts, axes)
+    axes = Axes(ONE)
+    x, w, at, _ = model.hidden(params, batch, of, axes)
 
     def norm(x, weight):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + of.norm.eps) * weight
@@ -63,7 +63,7 @@ def plain_losses(params, batch, of):
         ids[:, : length - n + 1] = labels[:, n - 1 :]
         both = torch.cat((norm(table[ids], own["embed_norm"]), norm(h, own["hidden_norm"])), -1)
         angles = of.at(at.positions, at.documents, (of.mtp.block,))[0]
-        y = model.block(both @ own["proj"], own, angles, parts=of.mtp.block, axes=axes)
+        y = model.block(both @ own["proj"], own, angles, parts=of.mtp.block)
         h = norm(y, own["out_norm"])
         losses.append(mean(h, n))
     return losses
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(kind):
     batch = make_batch(of, mask=kind == "mask")
     if kind == "packed":
         batch["documents"] = (torch.arange(12) >= torch.tensor([[5], [11], [12]])).long()
-    parts, _ = model.loss(params, batch, of, model.layouts(of, ONE), Axes(ONE))
+    parts, _ = model.loss(params, batch, of, Axes(ONE))
     loss, metrics = loss_of(parts), step.means(parts, Axes(ONE))
     main, *depths = plain_losses(params, batch, of)
     want = main + 0.3 * (depths[0] + depths[1]) / 2
@@ -95,9 +95,9 @@ def test_logits_and_generation_do_without():
     rest, of_rest = ({k: v for k, v in x.items() if k != "mtp"} for x in (params, layouts))
     tokens = make_batch(of)["tokens"]
     assert torch.equal(
-        *(model.logits(p, tokens, d, y, axes) for p, d, y in ((params, of, layouts), (rest, without, of_rest)))
+        *(model.logits(p, tokens, d, axes) for p, d, y in ((params, of, layouts), (rest, without, of_rest)))
     )
-    assert model.generate(model.inference(params, of, layouts, axes), tokens[:, :5], 3).shape == (3, 3)
+    assert model.generate(model.inference(params, of, axes), tokens[:, :5], 3).shape == (3, 3)
     counts = model.parameters(of)
     assert counts["total"] == counts["mtp"] + model.parameters(without)["total"]
     assert model.flops_per_token(of, training=False) == model.flops_per_token(without, training=False)
@@ -141,13 +141,13 @@ def test_every_output_is_proven(sequence_parallel):
 
 def test_what_a_split_sequence_needs():
     of, mesh = further(), Mesh(cp=2)
-    layouts, batch = model.layouts(of, mesh), make_batch(of)
+    batch = make_batch(of)
     with pytest.raises(
         ValueError, match=r"batch: got no 'ahead' on the mesh cp2, .*; give model.ahead\(batch, 2\) of whole"
     ):
-        model.loss(model.init(of, mesh, 0), batch, of, layouts, Axes(mesh))
+        model.loss(model.init(of, mesh, 0), batch, of, Axes(mesh))
     with pytest.raises(ValueError, match=r"batch\['ahead'\]: got shape \(3, 12, 1\), wanted \(3, 12, 2\)"):
-        model.loss(model.init(of, ONE, 0), model.ahead(batch, 1), of, model.layouts(of, ONE), Axes(ONE))
+        model.loss(model.init(of, ONE, 0), model.ahead(batch, 1), of, Axes(ONE))
 
 
 # ---- DeepSeek V3 -----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_deepseek_predicts_what_transformers_does(deepseek):
     ahead = torch.stack((text[:, 2:26], text[:, 3:27]), -1)  # a loader that knows the tokens behind the row
     batch = {"tokens": text[:, :24], "labels": text[:, 1:25], "ahead": ahead}
     with torch.no_grad():
-        metrics = step.means(model.loss(params, batch, of, layouts, Axes(ONE))[0], Axes(ONE))
+        metrics = step.means(model.loss(params, batch, of, Axes(ONE))[0], Axes(ONE))
         h = main.model(batch["tokens"]).last_hidden_state
         for n in range(2):
             ids, positions = text[:, 1 + n : 25 + n], torch.arange(1 + n, 25 + n)[None]

@@ -88,7 +88,7 @@ def gradients(precision, mesh, dtype=None):
     """Simulated gradients of the decoder, global arrays, before replicas are summed."""
     config = config_of(precision)
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
-    f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes), dtype)
+    f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes), dtype)
     params = leaves_that_differ(model.init(config, Mesh(), key=3))
     batch = make_batch(config, batch_size=4)
     given = (layouts, batch_layouts(batch, mesh))
@@ -132,7 +132,7 @@ def test_no_finding_under_any_policy(name):
     mesh, config = Mesh(dp=2, fsdp=2, tp=2), config_of(POLICIES[name])
     axes, layouts = Axes(mesh), model.layouts(config, mesh)
     optimizer = optim.adamw(1e-3)
-    train = step.build_train_step(lambda p, b: model.loss(p, b, config, layouts, axes), optimizer, layouts, axes)
+    train = step.build_train_step(lambda p, b: model.loss(p, b, config, axes), optimizer, layouts, axes)
     rows = Layout((8, 8), torch.int64, mesh, (("dp", "fsdp"),))
     specs = step.state_specs(model.specs(config, mesh), optimizer)
     report = step.check(train, specs, {"tokens": rows, "labels": rows})
@@ -145,7 +145,7 @@ def on_rank(rank, mesh, name, params, batch):
     config = config_of(POLICIES[name])
     with connect(mesh) as world:
         layouts, axes = model.layouts(config, mesh), Axes(mesh, world)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes), axes=axes)
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes), axes=axes)
         return f(split(params, layouts)[rank], split(batch, batch_layouts(batch, mesh))[rank])[1]
 
 
@@ -158,7 +158,7 @@ def test_real_ranks(ranks, name):
     mesh, config = Mesh(fsdp=2), config_of(POLICIES[name])
     params, batch = leaves_that_differ(model.init(config, Mesh(), key=3)), make_batch(config, batch_size=4)
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
-    f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes))
+    f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes))
     given = (layouts, batch_layouts(batch, mesh))
     sim = simulate(
         lambda p, b: f(p, b)[1], mesh, params, batch, layouts=given, out_layouts=raw_layouts(config, mesh)[0]

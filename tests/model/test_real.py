@@ -26,7 +26,7 @@ def gradients_on_rank(rank, mesh, config):
         params = split(whole_params(config), layouts)[rank]
         batch = make_batch(config, batch_size=4)
         batch = split(batch, batch_layouts(batch, mesh))[rank]
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes))
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes))
         (loss, metrics), grads = f(params, batch)
         return grads, loss, metrics
 
@@ -54,7 +54,7 @@ def text_on_rank(rank, mesh, config, temperature, compiled):
         params = split(whole_params(config), layouts)[rank]
         prompt = make_batch(config, batch_size=2)["tokens"][:, :4]
         options = {"compile": functools.partial(jit, world=world, backend="aot_eager", check=False)} if compiled else {}
-        writer = model.inference(params, config, layouts, Axes(mesh, world), **options)
+        writer = model.inference(params, config, Axes(mesh, world), **options)
         texts = model.generate(writer, prompt, 7, key=11, temperature=temperature, top_p=0.95)
         scores = model.score(writer, prompt[:, :2], prompt[:, 2:])
         return texts, torch.stack([one.log_likelihoods for one in scores])

@@ -62,7 +62,7 @@ def test_loss_and_gradients_equal_the_plain_llama(name):
     mesh = Mesh()
     params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(model.init(config, mesh, key=3)))
     batch = make_batch(config, mask="mask" in name)
-    parts, _ = model.loss(params, batch, config, model.layouts(config, mesh), Axes(mesh))
+    parts, _ = model.loss(params, batch, config, Axes(mesh))
     ours, metrics = loss_of(parts), step.means(parts, Axes(mesh))
     theirs = plain_llama.loss(params, batch, config)
     assert abs(ours - theirs) <= 1e-12 * abs(theirs)
@@ -85,7 +85,7 @@ def test_logits_equal_the_plain_llama():
     mesh = Mesh(dp=1, fsdp=1, tp=1)
     params = leaves_that_differ(model.init(TINY, mesh, key=3))
     tokens = make_batch(TINY)["tokens"]
-    ours = model.logits(params, tokens, TINY, model.layouts(TINY, mesh), Axes(mesh))
+    ours = model.logits(params, tokens, TINY, Axes(mesh))
     torch.testing.assert_close(ours, plain_llama.forward(params, tokens, TINY), rtol=1e-10, atol=1e-13)
 
 
@@ -93,7 +93,7 @@ def test_logits_equal_the_plain_llama():
 def test_an_empty_mask_gives_zero_and_not_nan(by):
     mesh, batch = Mesh(), make_batch(TINY)
     batch = batch | ({"mask": torch.zeros(3, 12)} if by == "mask" else {"labels": batch["labels"] * 0 - 100})
-    of = functools.partial(model.loss, decoder=TINY, layouts=model.layouts(TINY, mesh), axes=Axes(mesh))
+    of = functools.partial(model.loss, decoder=TINY, axes=Axes(mesh))
     (value, metrics), grads = value_and_grad(of)(model.init(TINY, mesh, 0), batch)
     assert float(value) == 0 and metrics["lm/count"] == 0 and metrics["lm"].isnan()
     assert not any(g.any() for g in tree.leaves(grads))
@@ -102,7 +102,7 @@ def test_an_empty_mask_gives_zero_and_not_nan(by):
 def test_labels_below_0_are_a_mask():
     mesh, batch = Mesh(), make_batch(TINY, mask=True)
     ignored = {"tokens": batch["tokens"], "labels": torch.where(batch["mask"] > 0, batch["labels"], -100)}
-    of = functools.partial(model.loss, decoder=TINY, layouts=model.layouts(TINY, mesh), axes=Axes(mesh))
+    of = functools.partial(model.loss, decoder=TINY, axes=Axes(mesh))
     found = [
         value_and_grad(of)(model.init(TINY, mesh, 0), b)
         for b in (batch, ignored, {**batch, "labels": ignored["labels"]})
@@ -117,16 +117,16 @@ def test_low_precision_compute_follows_fp32():
     wide = dataclasses.replace(TINY, param_dtype=torch.float32, compute_dtype=torch.float32)
     narrow = dataclasses.replace(wide, compute_dtype=torch.bfloat16)
     params = tree.map(lambda x: x.requires_grad_(), model.init(wide, mesh, 0))
-    batch, layouts = make_batch(TINY), model.layouts(wide, mesh)
-    ours, exact = (loss_of(model.loss(params, batch, of, layouts, Axes(mesh))[0]) for of in (narrow, wide))
+    batch = make_batch(TINY)
+    ours, exact = (loss_of(model.loss(params, batch, of, Axes(mesh))[0]) for of in (narrow, wide))
     assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-2
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(ours, tree.leaves(params)))
 
 
 def test_loss_changes_none_of_its_arguments():
     mesh = Mesh()
-    layouts, axes = model.layouts(TINY, mesh), Axes(mesh)
-    f = value_and_grad(lambda params, batch: model.loss(params, batch, TINY, layouts, axes))
+    axes = Axes(mesh)
+    f = value_and_grad(lambda params, batch: model.loss(params, batch, TINY, axes))
     assert_pure(f, model.init(TINY, mesh, 0), make_batch(TINY, mask=True))
 
 
@@ -134,4 +134,4 @@ def test_a_sequence_longer_than_the_model_was_made_for():
     mesh = Mesh()
     tokens = torch.zeros(1, 13, dtype=torch.int64)
     with pytest.raises(ValueError, match="got sequences of 13, wanted at most Decoder.max_seq=12"):
-        model.logits(model.init(TINY, mesh, 0), tokens, TINY, model.layouts(TINY, mesh), Axes(mesh))
+        model.logits(model.init(TINY, mesh, 0), tokens, TINY, Axes(mesh))

@@ -24,13 +24,13 @@ MODELS = {
 def setup(decoder=TINY, **options):
     layouts, axes = model.layouts(decoder, MESH), Axes(MESH)
     params = leaves_that_differ(model.init(decoder, MESH, key=5))
-    return params, layouts, axes, model.inference(params, decoder, layouts, axes, **options)
+    return params, layouts, axes, model.inference(params, decoder, axes, **options)
 
 
 def greedy(params, text, count, decoder, layouts, axes):
     """By forwards over ever longer texts."""
     for _ in range(count):
-        scores = model.logits(params, text, decoder, layouts, axes)[:, -1, : decoder.vocab_size]
+        scores = model.logits(params, text, decoder, axes)[:, -1, : decoder.vocab_size]
         text = torch.cat((text, scores.argmax(-1, keepdim=True)), 1)
     return text[:, -count:]
 
@@ -42,7 +42,7 @@ def test_cached_decode_equals_the_full_forward(name, chunk, prompt):
     decoder = MODELS[name]
     params, layouts, axes, writer = setup(decoder)
     tokens = make_batch(decoder)["tokens"]
-    full = model.logits(params, tokens, decoder, layouts, axes)
+    full = model.logits(params, tokens, decoder, axes)
     padding = -prompt % chunk
     behind = torch.cat((tokens[:, :padding].flip(1), tokens), 1)
     cache, padding_B = new_cache(writer, 3, padding + 12), torch.full((3,), padding)
@@ -189,4 +189,4 @@ def test_errors(change, message):
 def test_symbolic_axes_are_refused():
     params, layouts, *_ = setup()
     with pytest.raises(ValueError, match="got symbolic axes of the mesh tp2"):
-        model.inference(params, TINY, layouts, Axes(Mesh(tp=2)))
+        model.inference(params, TINY, Axes(Mesh(tp=2)))

@@ -14,8 +14,8 @@ TOKENS = make_batch(TINY)["tokens"]
 
 def log_softmax(params, row, decoder=TINY):
     """log p of each token of a row but the first, by a plain forward over it alone."""
-    layouts, axes = model.layouts(decoder, Mesh()), Axes(Mesh())
-    scores = model.logits(params, row[None, :-1], decoder, layouts, axes)[0, :, : decoder.vocab_size].log_softmax(-1)
+    axes = Axes(Mesh())
+    scores = model.logits(params, row[None, :-1], decoder, axes)[0, :, : decoder.vocab_size].log_softmax(-1)
     return scores.gather(-1, row[1:, None])[:, 0], scores.argmax(-1) == row[1:]
 
 

@@ -37,8 +37,8 @@ def batch_layouts(batch, mesh):
 
 def make_step(config, save=None, rules=None):
     def of_mesh(mesh):
-        layouts, axes = model.layouts(config, mesh, rules), Axes(mesh)
-        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, layouts, axes, save), axes=axes)
+        axes = Axes(mesh)
+        f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes, save), axes=axes)
 
         def step(params, batch):
             (loss, metrics), grads = f(params, batch)
@@ -135,7 +135,7 @@ def test_sequence_that_does_not_divide():
     params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
     with pytest.raises(ValueError, match="got sequences of 11, wanted a multiple of tp=2"):
         tokens = torch.zeros(2, 11, dtype=torch.int64)
-        model.logits(params, tokens, config, model.layouts(config, mesh), Axes(mesh))
+        model.logits(params, tokens, config, Axes(mesh))
 
 
 @pytest.mark.parametrize("mesh", [*MESHES[1:], Mesh(fsdp=4, tp=2)], ids=str)

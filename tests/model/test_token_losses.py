@@ -37,7 +37,7 @@ def test_they_are_minus_the_log_softmax(name, mesh):
     else:
         given = batch_of_all()
     of, params = DECODERS[name], model.init(DECODERS[name], Mesh(), 0)
-    logits_BSV = model.logits(params, given["tokens"], of, model.layouts(of, Mesh()), Axes(Mesh()))[..., :V]
+    logits_BSV = model.logits(params, given["tokens"], of, Axes(Mesh()))[..., :V]
     labels = given["labels"].clamp(min=0)
     wanted = F.cross_entropy(logits_BSV.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
@@ -56,14 +56,14 @@ def test_they_are_minus_the_log_softmax(name, mesh):
 def test_its_gradients_for_any_weights_of_tokens_are_those_of_whole_logits():
     given, weight_BS = batch_of_all(), torch.linspace(-1, 2, B * S, dtype=torch.float64).view(B, S)
     for of in (DECODERS["tied, in chunks, capped"], DECODERS["whole"]):
-        params, layouts = model.init(of, Mesh(), 0), model.layouts(of, Mesh())
+        params = model.init(of, Mesh(), 0)
         found = []
         for chunked in (True, False):
             leaves = tree.map(lambda x: x.clone().requires_grad_(), params)
             if chunked:
-                nll_BS, _ = model.token_losses(leaves, given, of, layouts, Axes(Mesh()))
+                nll_BS, _ = model.token_losses(leaves, given, of, Axes(Mesh()))
             else:
-                logits_BSV = model.logits(leaves, given["tokens"], of, layouts, Axes(Mesh()))[..., :V]
+                logits_BSV = model.logits(leaves, given["tokens"], of, Axes(Mesh()))[..., :V]
                 nll_BS = -logits_BSV.log_softmax(-1).gather(-1, given["labels"].clamp(min=0)[..., None])[..., 0]
             found.append(torch.autograd.grad((nll_BS * weight_BS).sum(), tree.leaves(leaves)))
         assert all(relative_error(a, b) < 1e-11 for a, b in zip(*found, strict=True))
@@ -74,15 +74,15 @@ def test_embed_blocks_and_head_by_themselves_are_the_logits(name):
     of, axes, given = DECODERS[name], Axes(Mesh()), batch_of_all()
     params, layouts = model.init(of, Mesh(), 0), model.layouts(of, Mesh())
     weights, at = model.Weights(params, layouts, of, axes), model.contexts(given, of, axes)
-    x_BSD = model.embed(given["tokens"], weights["embed"]["embed"], at[0], of, axes)
+    x_BSD = model.embed(given["tokens"], weights["embed"]["embed"], at[0], of)
 
     def twice(x_BSD, w, at, parts):
-        return model.block(x_BSD, w, at, parts=parts, axes=axes)
+        return model.block(x_BSD, w, at, parts=parts)
 
     functions = [(i, functools.partial(twice, parts=parts)) for i, parts in enumerate(of.blocks)]
     x_BSD, _ = model.blocks(x_BSD, at[1:], weights.layers(functions))
-    found = model.read_out(x_BSD, weights["head"], at[1], of, axes)
-    assert torch.equal(found, model.logits(params, given["tokens"], of, layouts, axes))
+    found = model.read_out(x_BSD, weights["head"], at[1], of)
+    assert torch.equal(found, model.logits(params, given["tokens"], of, axes))
 
 
 def test_a_batch_of_other_shapes_is_refused():

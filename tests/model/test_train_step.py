@@ -25,7 +25,7 @@ def check(config, mesh, clip_norm, save=None, microbatches=1):
         layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
         def loss_fn(params, batch):
-            return model.loss(params, batch, config, layouts, axes, save)
+            return model.loss(params, batch, config, axes, save)
 
         return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, microbatches=microbatches)
 

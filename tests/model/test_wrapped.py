@@ -37,11 +37,11 @@ class Gated(model.Wrapped):
     def own(self, dim):
         return {"g": Array((dim,), init=tree.Constant(1.0))}
 
-    def given(self, u_BSD, own, at, axes):
+    def given(self, u_BSD, own, at):
         return 2 * u_BSD
 
-    def result(self, y_BSD, u_BSD, own, at, axes):
-        return y_BSD * (enter(own["g"], axes["tp"]) if at.splits(u_BSD) else own["g"])
+    def result(self, y_BSD, u_BSD, own, at):
+        return y_BSD * (enter(own["g"], at.axes["tp"]) if at.splits(u_BSD) else own["g"])
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Beside(model.Wrapped):
             "up": Array((dim // self.share, dim), (None, "fsdp")),
         }
 
-    def result(self, y_BSD, u_BSD, own, at, axes):
-        down, up = (enter(own[k], axes["tp"]) if at.splits(u_BSD) else own[k] for k in ("down", "up"))
+    def result(self, y_BSD, u_BSD, own, at):
+        down, up = (enter(own[k], at.axes["tp"]) if at.splits(u_BSD) else own[k] for k in ("down", "up"))
         return y_BSD + torch.relu(u_BSD @ down) @ up
 
 
@@ -72,8 +72,8 @@ class Lora(model.Wrapped):
         rows = self.inner.arrays(dim)["wo"].shape[0]
         return {"a": Array((rows, self.rank), (("tp", "fsdp"),)), "b": Array((self.rank, dim), (None, "fsdp"))}
 
-    def weights(self, w, own, axes):
-        return {**w, "wo": w["wo"] + own["a"] @ enter(own["b"], axes["tp"])}
+    def weights(self, w, own, at):
+        return {**w, "wo": w["wo"] + own["a"] @ enter(own["b"], at.axes["tp"])}
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,10 @@ def test_a_wrapper_that_changes_nothing_gives_the_same_bits(name):
     assert model.layouts(of, mesh) == model.layouts(same, mesh)
     params, batch, found = leaves_that_differ(model.init(of, mesh, 0)), make_batch(of), []
     for one in (of, same):
-        parts, metrics = model.loss(params, batch, one, model.layouts(one, mesh), axes)
+        parts, metrics = model.loss(params, batch, one, axes)
         value = step.means(parts, axes)
         settled, _ = model.settled(params, {**metrics}, one)
-        logits = model.logits(params, batch["tokens"], one, model.layouts(one, mesh), axes)
+        logits = model.logits(params, batch["tokens"], one, axes)
         found.append((value, settled, logits))
     assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, found), strict=True))
     assert model.flops_per_token(of) == model.flops_per_token(same)
@@ -146,7 +146,7 @@ def test_a_wrapper_that_changes_nothing_gives_the_same_bits(name):
 def test_experts_in_a_wrapper_are_balanced():
     of = wrapped(experts(), lambda mixer: Beside(mixer, 4), "mlp")
     params, mesh = leaves_that_differ(model.init(of, Mesh(), 0)), Mesh()
-    _, metrics = model.loss(params, make_batch(of), of, model.layouts(of, mesh), Axes(mesh))
+    _, metrics = model.loss(params, make_batch(of), of, Axes(mesh))
     moved, left = model.settled(params, metrics, of)
     before, after = (x["blocks"]["mlp"] for x in (params, moved))
     assert not torch.equal(before["choice_bias"], after["choice_bias"]) and "load" not in left
@@ -162,13 +162,13 @@ def test_rates_inside_of_wrappers_are_found():
     ):
         assert mixer.rates == names and set(mixer.without_rates().rates.values()) == {0.0}
     of, mesh = wrapped(TINY, lambda _: Quiet(inner), "attention"), Mesh()
-    params, layouts = model.init(of, mesh, 0), model.layouts(of, mesh)
-    grad = step.value_and_grad(lambda p, b: model.loss(p, b, of, layouts, Axes(mesh)))
+    params = model.init(of, mesh, 0)
+    grad = step.value_and_grad(lambda p, b: model.loss(p, b, of, Axes(mesh)))
     with pytest.raises(ValueError, match=r"Quiet.dropout: got 0.5 in a loss"):
         grad(params, make_batch(of))
     quiet = model.deterministic(of)
     assert quiet.blocks[0][0].mixer.inner.dropout == 0.0
-    step.value_and_grad(lambda p, b: model.loss(p, b, quiet, layouts, Axes(mesh)))(params, make_batch(of))
+    step.value_and_grad(lambda p, b: model.loss(p, b, quiet, Axes(mesh)))(params, make_batch(of))
 
 
 def test_wrapped_forwards_every_method_of_a_mixer():
@@ -192,7 +192,7 @@ def test_plans_count_what_is_inside_and_say_what_is_not():
 
 def quick(of, mesh):
     layouts, axes = model.layouts(of, mesh, strategy=ZERO3), Axes(mesh, data=ZERO3.tokens)
-    loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes)
+    loss = functools.partial(model.loss, decoder=of, axes=axes)
     train = step.build_train_step(loss, optim.adamw(1e-2), layouts, axes, strategy=ZERO3)
     rows = ZERO3.batch_layout((8, 12), torch.int64, mesh)
     specs = step.state_specs(model.specs(of, mesh, strategy=ZERO3), optim.adamw(1e-2), ZERO3)
@@ -221,21 +221,21 @@ def without_own(params):
 def test_generation_equals_the_growing_prompt(name, how):
     """Ragged prompts too."""
     of, mesh = around(name, how), Mesh()
-    layouts, axes = model.layouts(of, mesh), Axes(mesh)
+    axes = Axes(mesh)
     params = leaves_that_differ(model.init(of, mesh, 5))
     prompts, texts = make_batch(of)["tokens"][:2, :5], []
     for prompt in (prompts[:1, :2], prompts[1:]):
         text = prompt
         for _ in range(4):
-            best = model.logits(params, text, of, layouts, axes)[:, -1, : of.vocab_size].argmax(-1, keepdim=True)
+            best = model.logits(params, text, of, axes)[:, -1, : of.vocab_size].argmax(-1, keepdim=True)
             text = torch.cat((text, best), 1)
         texts.append(text[0, prompt.shape[1] :])
-    writer = model.inference(params, of, layouts, axes, chunk=3)
+    writer = model.inference(params, of, axes, chunk=3)
     got = model.generate(writer, [prompts[0, :2], prompts[1]], 4, temperature=0)
     assert torch.equal(got, torch.stack(texts))
     plain = MODELS[name]()
-    base = model.logits(without_own(params), prompts, plain, model.layouts(plain, mesh), axes)
-    assert torch.equal(base, model.logits(params, prompts, of, layouts, axes)) == (how == "quiet")
+    base = model.logits(without_own(params), prompts, plain, axes)
+    assert torch.equal(base, model.logits(params, prompts, of, axes)) == (how == "quiet")
 
 
 ON_MESHES = [
@@ -256,7 +256,7 @@ def test_equal_to_one_rank_and_proven(case):
 
     def make(mesh):
         layouts, axes = model.layouts(of, mesh, strategy=ZERO3), Axes(mesh, data=ZERO3.tokens)
-        loss = functools.partial(model.loss, decoder=of, layouts=layouts, axes=axes, save="mincut")
+        loss = functools.partial(model.loss, decoder=of, axes=axes, save="mincut")
         settle = functools.partial(model.settled, decoder=of)
         return step.build_train_step(lambda p, b: loss(p, b), optimizer, layouts, axes, strategy=ZERO3, settle=settle)
 
@@ -279,9 +279,9 @@ def test_the_example_of_the_docs():
     names: dict = {}
     exec(compile(code, "docs/families.md", "exec"), names)
     of, mesh = names["adapted"](tiny(mlp=names["Gate"]()), 4), Mesh()
-    params, layouts = model.init(of, mesh, 0), model.layouts(of, mesh)
+    params = model.init(of, mesh, 0)
     tokens = make_batch(of)["tokens"][:, :4]
     plain = tiny(mlp=names["Gate"]())
-    base = model.logits(without_own(params), tokens, plain, model.layouts(plain, mesh), Axes(mesh))
-    assert torch.equal(model.logits(params, tokens, of, layouts, Axes(mesh)), base)  # it begins as what it is around
-    assert model.generate(model.inference(params, of, layouts, Axes(mesh)), tokens, 3).shape == (3, 3)
+    base = model.logits(without_own(params), tokens, plain, Axes(mesh))
+    assert torch.equal(model.logits(params, tokens, of, Axes(mesh)), base)  # it begins as what it is around
+    assert model.generate(model.inference(params, of, Axes(mesh)), tokens, 3).shape == (3, 3)

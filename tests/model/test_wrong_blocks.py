@@ -24,7 +24,7 @@ class Loose(model.Mixer):
     def arrays(self, dim):
         return {"g": Array((dim,))}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return u_BSD * w["g"]
 
 
@@ -35,7 +35,7 @@ class Mean(model.PerToken):
     def arrays(self, dim):
         return {"g": Array((dim,))}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return (u_BSD * w["g"]).mean(-1, keepdim=True)
 
 
@@ -67,6 +67,6 @@ def test_what_cannot_be_meant_is_named(case):
 
 def test_a_mixer_whose_result_would_be_broadcast_is_named():
     of, mesh = decoder(Part("own", Mean())), Mesh()
-    params, layouts = model.init(of, mesh, 0), model.layouts(of, mesh)
+    params = model.init(of, mesh, 0)
     with pytest.raises(ValueError, match=r"Mean of the part 'own': got \(2, 8, 1\) .* \(2, 8, 16\)"):
-        model.logits(params, torch.zeros(2, 8, dtype=torch.int64), of, layouts, Axes(mesh))
+        model.logits(params, torch.zeros(2, 8, dtype=torch.int64), of, Axes(mesh))

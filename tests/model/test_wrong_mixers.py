@@ -18,12 +18,12 @@ from tests.model.test_wrapped import MODELS, Beside, Quiet, quick, wrapped
 class Mixin:
     """Not a wrapper itself."""
 
-    def read(self, u_BSD, w, at, axes, cache, slots):
+    def read(self, u_BSD, w, at, cache, slots):
         return u_BSD, cache
 
 
 FINAL = {
-    "a call": ((model.Wrapped,), {"__call__": lambda self, u, w, at, axes: u}, "__call__"),
+    "a call": ((model.Wrapped,), {"__call__": lambda self, u, w, at: u}, "__call__"),
     "read": ((model.Wrapped,), {"read": Mixin.read}, "read"),
     "read of a mixin": ((Mixin, model.Wrapped), {}, "read"),
     "read below a wrapper": ((Quiet,), {"read": Mixin.read}, "read"),
@@ -56,7 +56,7 @@ class Duck:
     def arrays(self, dim):
         return {"g": Array((dim,))}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return u_BSD * w["g"]
 
 
@@ -69,7 +69,7 @@ class Jittery(model.PerToken):
     def arrays(self, dim):
         return {}
 
-    def __call__(self, u_BSD, w, at, axes):
+    def __call__(self, u_BSD, w, at):
         return u_BSD
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_mixer_is_refused(case):
 
 def test_what_is_not_written_is_missed_when_it_is_made():
     with pytest.raises(TypeError, match="abstract method.* arrays"):
-        type("Bare", (model.Mixer,), {"__call__": lambda self, u, w, at, axes: u})()
+        type("Bare", (model.Mixer,), {"__call__": lambda self, u, w, at: u})()
 
 
 def test_two_wrappers_of_one_name_are_refused():
@@ -111,22 +111,22 @@ class Forgetful(model.Mixer):
     def arrays(self, dim):
         return self.inner.arrays(dim)
 
-    def __call__(self, u_BSD, w, at, axes):
-        return self.inner(u_BSD, w, at, axes)
+    def __call__(self, u_BSD, w, at):
+        return self.inner(u_BSD, w, at)
 
 
 @pytest.mark.parametrize("name", ["llama", "latents"])
 def test_a_rope_without_angles_is_an_error(name):
     of, mesh = wrapped(MODELS[name](), Forgetful, "attention"), Mesh()
     with pytest.raises(ValueError, match=r"\.rope: got a rope and no angles .*model.Wrapped"):
-        model.logits(model.init(of, mesh, 0), make_batch(of)["tokens"], of, model.layouts(of, mesh), Axes(mesh))
+        model.logits(model.init(of, mesh, 0), make_batch(of)["tokens"], of, Axes(mesh))
 
 
 def test_generation_and_counts_refuse_a_mixer_that_does_not_know():
     of, mesh = wrapped(tiny(attention=Attention(4, 4, 4)), Forgetful, "attention"), Mesh()
-    params, layouts = model.init(of, mesh, 0), model.layouts(of, mesh)
+    params = model.init(of, mesh, 0)
     with pytest.raises(ValueError, match=r"generate: got the mixer Forgetful.*write read and new_cache"):
-        model.inference(params, of, layouts, Axes(mesh))
+        model.inference(params, of, Axes(mesh))
     with pytest.raises(ValueError, match="Part 'attention': got a Forgetful without cache_width"):
         model.cache_bytes_per_token(of)
     found = quick(of, Mesh(fsdp=2))

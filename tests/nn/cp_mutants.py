@@ -50,7 +50,7 @@ GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sink
 MERGE = "return [merged(found[0], more) if hop else more]"
 DQ = "dq = dq + dq_now"
 LOCAL_LSE = "return [(merged(found[0], more)[0], found[0][1]) if hop else more]"
-CALL = "return forms.ring_attention(q, k, v, *at, cp, window)\n"
+CALL = '"ring":\n            return forms.ring_attention(q, k, v, seen, cp)'
 SUM = "grads = {name: psum(g, axes[SEQ]) for name, g in grads.items()}"
 
 MUTANTS = (
@@ -124,8 +124,8 @@ MUTANTS = (
              packed=False, kernel=False),
     balanced("the own block sees all", "block(rows[0], *keys[:2], causal=True)", "block(rows[0], *keys[:2])",
              packed=False),
-    balanced("the own block sees all, backward", "block_backward(do, q, k, v, o, lse, causal=True)",
-             "block_backward(do, q, k, v, o, lse)", packed=False),
+    balanced("the own block sees all, backward", "block_backward(do, q, k, v, (o, lse), causal=True)",
+             "block_backward(do, q, k, v, (o, lse))", packed=False),
     balanced("the second block as the own one", "if how.whole and hop == 0:\n        return",
              "if how.whole and hop < 2:\n        return", packed=False),
     balanced("the other operands", "q, a, k, v, b = (torch.where(earlier, x, y) for",
@@ -157,8 +157,8 @@ MUTANTS = (
            "return wrong.exchange_local(o_BTHK, cp, 1, 2)", form="ulysses"),
     Mutant("heads come back over the wrong dims", "return all_to_all(o_BTHK, cp, 1, 2)",
            "return all_to_all(o_BTHK, cp, 1, 1).chunk(cp.size, 1)[0].repeat(1, 1, cp.size, 1)", form="ulysses"),
-    Mutant("heads see one's own positions", "v_BTGK, all_gather(positions, cp, -1), _g",
-           "v_BTGK, positions.repeat(1, cp.size), _g", form="ulysses"),
+    Mutant("heads see one's own positions", "all_gather(causal.positions, cp, -1), _g",
+           "causal.positions.repeat(1, cp.size), _g", form="ulysses"),
     # ---- the step around it
     Mutant("weights are not summed", SUM, "grads = dict(grads)", step=True),
     Mutant("weights are summed over one of two axes", SUM, SUM.replace("axes[SEQ]", 'axes["cp"]'), form="two levels",
@@ -172,9 +172,9 @@ MUTANTS = (
            mesh=CP2_TP2, step=True),
     Mutant("heads are summed over cp", 'y_BSD = psum(o_BSHK.flatten(2) @ w["o"], tp)',
            'y_BSD = psum(o_BSHK.flatten(2) @ w["o"], axes["cp"])', mesh=CP2_TP2, step=True),
-    Mutant("a ring over the rows", CALL, CALL.replace("cp, window", 'axes["fsdp"], window'), mesh=CP2_FSDP2, step=True),
-    Mutant("a ring over the heads", CALL, CALL.replace("cp, window", 'axes["tp"], window'), mesh=CP2_TP2, step=True),
-    Mutant("a ring over the inner axis alone", CALL, CALL.replace("cp, window", "inner, window"), mesh=TWO, step=True),
-    Mutant("a ring over the axes in the other order", CALL, CALL.replace("cp, window", 'axes["cpi", "cp"], window'),
+    Mutant("a ring over the rows", CALL, CALL.replace("cp)", 'axes["fsdp"])'), mesh=CP2_FSDP2, step=True),
+    Mutant("a ring over the heads", CALL, CALL.replace("cp)", 'axes["tp"])'), mesh=CP2_TP2, step=True),
+    Mutant("a ring over the inner axis alone", CALL, CALL.replace("cp)", 'axes["cpi"])'), mesh=TWO, step=True),
+    Mutant("a ring over the axes in the other order", CALL, CALL.replace("cp)", 'axes["cpi", "cp"])'),
            "check", mesh=TWO, step=True),
 )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from fmegatron import step, tree
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.nn import context_parallel
+from fmegatron.nn import Causal, context_parallel
 
 F64 = torch.float64
 B, S, D, H, G, K = 4, 48, 24, 8, 4, 6
@@ -49,20 +49,18 @@ def values(order: torch.Tensor | None = None, packed: bool = True):
 
 def attend(forms: types.ModuleType, form: str, q, k, v, at, axes: Axes, window: int | None):
     """One of the forms, by name."""
-    cp, outer, inner = axes[SEQ], axes["cp"], axes["cpi"]
+    cp, seen = axes[SEQ], Causal(*at, window, form.endswith("balanced"))
     match form:
         case "ring":
-            return forms.ring_attention(q, k, v, *at, cp, window)
+            return forms.ring_attention(q, k, v, seen, cp)
         case "balanced":
-            return forms.ring_attention(q, k, v, *at, cp, window, balanced=True)
+            return forms.ring_attention(q, k, v, seen, cp)
         case "gathered":
-            return forms.gathered_attention(q, k, v, *at, cp, window)
+            return forms.gathered_attention(q, k, v, seen, cp)
         case "ulysses":
-            return forms.ulysses_attention(q, k, v, *at, cp, window)
-        case "two levels":
-            return forms.two_level_attention(q, k, v, *at, outer, inner, window)
-        case "two levels, balanced":
-            return forms.two_level_attention(q, k, v, *at, outer, inner, window, balanced=True)
+            return forms.ulysses_attention(q, k, v, seen, cp)
+        case "two levels" | "two levels, balanced":
+            return forms.two_level_attention(q, k, v, seen, axes)
     raise AssertionError(form)
 
 

@@ -111,7 +111,7 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
         routing = choose(logits_BSE, w["bias"])
         experts = {"up": all_gather(w["up"], gathered, 1), "down": all_gather(w["down"], gathered, 2)}
         experts = moe.expert_weights(experts, ep, token_axes)
-        given = (enter(h_BSD, tp), enter(routing.gates, tp), routing.experts, experts, apply, E, ep, data)
+        given = (enter(h_BSD, tp), routing._replace(gates=enter(routing.gates, tp)), experts, apply, ep, data)
         if setting.capacity is None:
             y_BSD, stats = moe.dropless(*given, sequence, setting.rows, setting.chunks, remat)
         else:

@@ -95,7 +95,7 @@ def test_blocks_are_merged(how):
     do = rand(B, H, S, K, seed=5).detach()
     grads = torch.autograd.grad((wanted.nan_to_num(0.0) * do)[mask.any(-1).expand(B, H, S)].sum(), (q, k, v))
     with torch.no_grad():
-        parts = [block_backward(do, q, k[:, :, one], v[:, :, one], o, lse, mask[..., one]) for one in pieces]
+        parts = [block_backward(do, q, k[:, :, one], v[:, :, one], (o, lse), mask[..., one]) for one in pieces]
     dq, dk, dv = sum(p[0] for p in parts), torch.cat([p[1] for p in parts], 2), torch.cat([p[2] for p in parts], 2)
     torch.testing.assert_close([dq, dk, dv], list(grads), rtol=1e-12, atol=1e-12)
 

@@ -8,7 +8,7 @@ import torch
 
 from fmegatron.collectives import Axes, collective_of, connect
 from fmegatron.layout import Layout, Mesh
-from fmegatron.nn import attention_blocks
+from fmegatron.nn import Causal, attention_blocks
 from fmegatron.nn.context_parallel import ring_attention, ulysses_attention, zigzag
 from fmegatron.step import Overlap, check, compiled_layer, jit, trace
 from fmegatron.testing import Ranks, assert_parity, inline_layers, simulate, split
@@ -49,7 +49,7 @@ def test_one_rank_is_attention_with_a_mask():
     """The reference of all the others, against the definition."""
     weights, batch = values()
     q, k, v = ((batch["x"] @ weights[name]).unflatten(-1, (-1, K)) for name in "qkv")
-    got = ring_attention(q, k, v, batch["positions"], batch["documents"], Axes(Mesh())["cp"])
+    got = ring_attention(q, k, v, Causal(batch["positions"], batch["documents"]), Axes(Mesh())["cp"])
     mask = torch.ones(S, S, dtype=torch.bool).tril() & (batch["documents"][:, :, None] == batch["documents"][:, None])
     k, v = (x.repeat_interleave(H // G, 2).transpose(1, 2) for x in (k, v))
     s = (q.transpose(1, 2) @ k.mT / K**0.5).masked_fill(~mask[:, None], -torch.inf)
@@ -84,8 +84,8 @@ def attention_alone(mesh, form, balanced=False):
     def step(x, at):
         q, k, v = (x[name].detach().requires_grad_() for name in "qkv")
         with torch.enable_grad():
-            o = ring_attention(q, k, v, at["positions"], None, cp, balanced=balanced) if form == "ring" else (
-                ulysses_attention(q, k, v, at["positions"], None, cp))  # fmt: skip
+            attention = ring_attention if form == "ring" else ulysses_attention
+            o = attention(q, k, v, Causal(at["positions"], zigzag=balanced), cp)
         return dict(zip("qkv", torch.autograd.grad(o, (q, k, v), x["do"]), strict=True)) | {"do": o.detach()}, {}
 
     return step
@@ -218,15 +218,16 @@ def test_errors(call, says):
 
 
 def _given(length, heads, groups):
-    return [torch.zeros(1, length, n, K) for n in (heads, groups, groups)] + [torch.arange(length), None]
+    return [torch.zeros(1, length, n, K) for n in (heads, groups, groups)]
 
 
-def ring(length, heads, groups, **how):
-    return ring_attention(*_given(length, heads, groups), Axes(CP4)["cp"], **how)
+def ring(length, heads, groups, balanced):
+    causal = Causal(torch.arange(length), zigzag=balanced)
+    return ring_attention(*_given(length, heads, groups), causal, Axes(CP4)["cp"])
 
 
 def ulysses(length, heads, groups):
-    return ulysses_attention(*_given(length, heads, groups), Axes(CP4)["cp"])
+    return ulysses_attention(*_given(length, heads, groups), Causal(torch.arange(length)), Axes(CP4)["cp"])
 
 
 def uneven(mesh):
@@ -268,7 +269,7 @@ def test_in_a_compiled_layer():
     def step(save):
         def layer(x, w, positions):
             q, k, v = ((x @ w[name]).unflatten(-1, (-1, K)) for name in "qkv")
-            return ring_attention(q, k, v, positions, None, cp).flatten(2)
+            return ring_attention(q, k, v, Causal(positions), cp).flatten(2)
 
         call = layer if save is None else compiled_layer(save)(layer)
 

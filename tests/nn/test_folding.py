@@ -12,9 +12,10 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, axis_index, enter, psum, shard
 from fmegatron.layout import Layout, Mesh, folded
-from fmegatron.nn import grouped_matmul
+from fmegatron.nn import Causal, grouped_matmul
 from fmegatron.nn.context_parallel import ring_attention
 from fmegatron.nn.moe import dropless, expert_weights
+from fmegatron.nn.router import Routing
 from fmegatron.step import check, value_and_grad
 from fmegatron.testing import parity
 from tests.pairs import few
@@ -57,18 +58,18 @@ def make_step(fold):
     def loss_fn(w, b):
         q, k, v = ((enter(b["x"], tp) @ one).unflatten(-1, (-1, K)) for one in w["qkv"].unbind(0))
         positions = torch.arange(S // cp.size) + axis_index(cp) * (S // cp.size)
-        o_BSHK = ring_attention(q, k, v, positions, None, cp)
+        o_BSHK = ring_attention(q, k, v, Causal(positions), cp)
         h_BSD = b["x"] + psum(o_BSHK.flatten(2) @ w["out"], tp)
         h_BSD, target = shard(h_BSD, over_tp, 1), shard(b["target"], over_tp, 1)
         router = enter(w["router"], over_tp)
-        gates, chosen = (h_BSD @ router).softmax(-1).topk(2, -1)
+        probs = (h_BSD @ router).softmax(-1)
         own = expert_weights({name: w[name] for name in ("up", "down")}, ep, dealt)
 
         def apply(own, x_MD, ends_X, expert_M):
             h_MF = torch.tanh(grouped_matmul(enter(x_MD, etp), own["up"], ends_X))
             return psum(grouped_matmul(h_MF, own["down"], ends_X), etp)
 
-        y_BSD, stats = dropless(h_BSD, gates, chosen, own, apply, E, ep, dp, sequence)
+        y_BSD, stats = dropless(h_BSD, Routing(*probs.topk(2, -1), probs), own, apply, ep, dp, sequence)
         loss = (h_BSD + y_BSD - target).square().sum() / (B * S)
         return psum(loss, over_tp), {"loss": psum(loss.detach(), dealt), "sent": psum(stats["sent"], dealt)}
 

@@ -53,7 +53,7 @@ def layer(mesh, top_k, rows=None, capacity=None):
         with torch.enable_grad():
             routing = Router(E, top_k)(logits)
             w_XD = nn.expert_weights(w, ep, data)
-            given = (x, routing.gates, routing.experts, w_XD, scaled, E, ep, data)
+            given = (x, routing, w_XD, scaled, ep, data)
             if capacity is None:
                 y, stats = nn.dropless(*given, axes[()], rows)
             else:
@@ -162,8 +162,8 @@ def test_capacity_drops_the_smallest_gates():
 )
 def test_bad_arguments(change, says):
     axes = Axes(Mesh(ep=2, tp=2))
-    x, gates = torch.zeros(2, S, D), torch.zeros(2, S, 2)
-    given = (x, gates, gates.long(), {}, scaled, change.get("experts", E), axes[change.get("ep", "ep")], axes["ep"])
+    x, gates, probs = (torch.zeros(2, S, size) for size in (D, 2, change.get("experts", E)))
+    given = (x, nn.Routing(gates, gates.long(), probs), {}, scaled, axes[change.get("ep", "ep")], axes["ep"])
     with pytest.raises(ValueError, match=says):
         if "capacity" in change:
             nn.with_capacity(*given, change["capacity"])
@@ -185,12 +185,12 @@ def refusing(mesh, rows):
         data, ep = axes[EP], axes["ep"]
         routing = Router(E, 2)(batch @ w["router"])
         w_XD = nn.expert_weights(w["scale"], ep, data)
-        y, stats = nn.dropless(batch, routing.gates, routing.experts, w_XD, scaled, E, ep, data, axes[()], rows)
+        y, stats = nn.dropless(batch, routing, w_XD, scaled, ep, data, axes[()], rows)
         loss = (y - batch).square().sum() / (B * S)
         return loss, {"loss": psum(loss.detach(), data), "overflow": psum(stats["overflow"], data)}
 
     strategy = DataParallel(EP)
-    optimizer = optim.skip_nonfinite(optim.adamw(1e-2), layouts, axes)
+    optimizer = optim.skip_nonfinite(optim.adamw(1e-2))
     return build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy), state_specs(specs, optimizer)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes
+from fmegatron.collectives import Axes, random_words
 from fmegatron.layout import Layout, Mesh
 from fmegatron.nn.random import box_muller
 from fmegatron.step import jit
@@ -32,7 +32,7 @@ def drawn(kind, shape, key=1, count=COUNT, dtype=torch.float32, **how):
 def test_the_same_bits_on_every_mesh(name, kind):
     layout = LAYOUTS[name]
     sim = simulate(
-        lambda x, c: KINDS[kind](x, key=1, count=c, layout=layout, axes=Axes(MESH)),
+        lambda x, c: KINDS[kind](x, key=1, count=c, layout=layout),
         MESH, torch.zeros(layout.shape), COUNT, layouts=(layout, None), out_layouts=layout,
     )  # fmt: skip
     assert torch.equal(sim.globals(), drawn(kind, layout.shape))
@@ -46,7 +46,7 @@ def test_a_count_for_each_row_stays_with_the_row(kind, mesh):
     spec = tuple(name if name in mesh else None for name in ("dp", None, "tp"))
     rows, layout = Layout((8,), torch.int64, mesh, spec[:1]), Layout((8, 3, 4), torch.float32, mesh, spec)
     sim = simulate(
-        lambda x, c: KINDS[kind](x, key=1, count=c, layout=layout, axes=Axes(mesh)), mesh, torch.zeros(8, 3, 4),
+        lambda x, c: KINDS[kind](x, key=1, count=c, layout=layout), mesh, torch.zeros(8, 3, 4),
         samples, layouts=(layout, rows), out_layouts=layout,
     )  # fmt: skip
     together = sim.globals()
@@ -209,22 +209,20 @@ WRONG = {
     "counts of pairs": (lambda: nn.dropout(X, 0.5, key=1, count=torch.ones(4, 5).long()), r"counts of shape \(4, 5\)"),
     "whole numbers": (lambda: nn.dropout(X.long(), 0.5, key=1, count=COUNT), "got a value of torch.int64"),
     "layout": (
-        lambda: nn.dropout(X, 0.5, key=1, count=COUNT, layout=Layout((4, 6), X.dtype, MESH, ("dp",)), axes=Axes(MESH)),
+        lambda: nn.dropout(X, 0.5, key=1, count=COUNT, layout=Layout((4, 6), X.dtype, MESH, ("dp",))),
         r"got a local tensor of shape \(4, 6\), wanted \(2, 6\), which .* gives",
     ),
     "no axes": (
-        lambda: nn.dropout(X, 0.5, key=1, count=COUNT, layout=Layout((8, 6), X.dtype, MESH, ("dp",))),
+        lambda: random_words(1, "mask", COUNT, X, Layout((8, 6), X.dtype, MESH, ("dp",)), None),
         "which is sharded, and no axes, wanted axes; give Axes",
     ),
     "axes of another mesh": (
-        lambda: nn.dropout(
-            X, 0.5, key=1, count=COUNT, layout=Layout((8, 6), X.dtype, MESH, ("dp",)), axes=Axes(Mesh(dp=2))
-        ),
+        lambda: random_words(1, "mask", COUNT, X, Layout((8, 6), X.dtype, MESH, ("dp",)), Axes(Mesh(dp=2))),
         "the mesh",
     ),
     "flat rows": (
         lambda: nn.dropout(
-            X[0], 0.5, key=1, count=torch.arange(6), layout=Layout((4, 3), X.dtype, MESH, flat=("dp",)), axes=Axes(MESH)
+            X[0], 0.5, key=1, count=torch.arange(6), layout=Layout((4, 3), X.dtype, MESH, flat=("dp",))
         ),
         "whose ranges cut rows, wanted one count",
     ),

@@ -127,11 +127,10 @@ def test_noise_is_the_same_on_every_mesh(mesh):
     """Jitter, noise, dropout: choices and gates, bit for bit, also where the sequence is split."""
 
     def make_step(mesh):
-        axes = Axes(mesh)
         at = Layout((B, S, E), torch.float64, mesh, (("dp", "ep"), ("cp", "tp")))
 
         def step(x, samples):
-            given = {"count": samples, "layout": at, "axes": axes}
+            given = {"count": samples, "layout": at}
             x = nn.jittered(x, 0.1, key=1, **given)
             x = nn.noisy(x, 0.5, key=2, **given)
             x = nn.dropout(x, 0.2, key=3, **given)

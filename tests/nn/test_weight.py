@@ -128,7 +128,7 @@ def gradients(mesh, save):
     def run(params, x):
         trained, frozen = tree.partition(params, _trained)
         (loss, _), grads = step.value_and_grad(loss_fn)(trained, frozen, x)
-        grads = step.reduce_gradients(grads, tree.partition(layouts, _trained)[0], axes)
+        grads = step.reduce_gradients(grads)
         return grads, psum(loss, axes[axes.data])
 
     return run

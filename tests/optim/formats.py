@@ -34,7 +34,7 @@ FORMATS = {
 
 def adamw_in(rules):
     """AdamW in these formats, for any mesh."""
-    return lambda layouts=None, axes=None: compressed(optim.adamw(1e-2), rules, layouts, axes, key=7)
+    return lambda: compressed(optim.adamw(1e-2), rules, key=7)
 
 
 def flat_specs(dtype, mesh):

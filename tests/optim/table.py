@@ -16,46 +16,49 @@ from tests.optim.formats import FORMATS, adamw_in, blocks
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer: how it is made for parameters laid out on a mesh, the paths of its state for a fp32 parameter "w"
-    of two dims, whether it updates each leaf on its own, and whether its state lies as the parameters do."""
+    """One optimizer: how it is made, the paths of its state for a fp32 parameter "w" of two dims, whether it updates
+    each leaf on its own, whether its state lies as the parameters do, and how it is made for "w" alone, where the rules
+    of `make` would match nothing."""
 
-    make: Callable[..., Optimizer]  # (layouts, axes), both None: everything is whole
+    make: Callable[[], Optimizer]
     state: set[str]
     by_leaf: bool = True
     state_like_params: bool = True
+    alone: Callable[[], Optimizer] | None = None
 
 
-def _clipped(layouts=None, axes=None) -> Optimizer:
+def _clipped() -> Optimizer:
     adam = masked(optim.scale_by_adam(0.8, 0.9), ["embed", "w"])
     body = chain(adam=adam, decay=optim.add_decayed_weights(0.05))
     rate = optim.scale_by_learning_rate(optim.wsd(1e-2, 40, 10, 3))
-    return optim.optimizer(clip=optim.clip_by_global_norm(0.5, layouts, axes), body=body, rate=rate)
+    return optim.optimizer(clip=optim.clip_by_global_norm(0.5), body=body, rate=rate)
 
 
-def _grouped(layouts=None, axes=None) -> Optimizer:
-    rules = [
-        ("embed|table", Group(lr=0.5, optimizer="lion")),
-        (".*norm", Group(rate=optim.cosine(5e-2, 50), weight_decay=0.01, optimizer="adam")),
-    ]
-    rules = rules if layouts is not None and len(tree.leaves(layouts)) > 1 else []
+RULES = [
+    ("embed|table", Group(lr=0.5, optimizer="lion")),
+    (".*norm", Group(rate=optim.cosine(5e-2, 50), weight_decay=0.01, optimizer="adam")),
+]
+
+
+def _grouped(rules=tuple(RULES)) -> Optimizer:
     both = {"adam": optim.scale_by_adam(), "lion": optim.scale_by_lion()}
     return optim.grouped(optim.wsd(2e-2, 50, 10), rules, choose=lambda path: "adam", **both)
 
 
-def _guarded(layouts=None, axes=None) -> Optimizer:
+def _guarded() -> Optimizer:
     options = {"clip_norm": 1.0, "spike": optim.Spike(warmup=3), "loss_scale": optim.LossScale(growth_interval=4)}
-    return optim.skip_nonfinite(optim.adamw(1e-2), layouts, axes, **options)
+    return optim.skip_nonfinite(optim.adamw(1e-2), **options)
 
 
 def plain(make: Callable[..., Optimizer], *args, **options) -> Callable[..., Optimizer]:
-    """`make` for any mesh, of an optimizer that need not know it."""
-    return lambda layouts=None, axes=None: make(*args, **options)
+    """`make` of these arguments."""
+    return lambda: make(*args, **options)
 
 
-def muon(layouts=None, axes=None, **options) -> Optimizer:
+def muon(**options) -> Optimizer:
     """Muon with everything that depends on the parameters below."""
     options = {"parts": [("blocks/0/w", 2)], "matrices": ["w$"]} | options
-    return optim.muon(optim.cosine(3e-2, 50), layouts, axes, **options)
+    return optim.muon(optim.cosine(3e-2, 50), **options)
 
 
 ADAM, MOMENTUM = {"count", "adam/m/w", "adam/v/w"}, {"count", "momentum/w"}
@@ -69,21 +72,21 @@ TABLE = {
     "sgd-nesterov": Row(plain(optim.sgd, optim.cosine(1e-1, 50), momentum=0.9, nesterov=True), MOMENTUM),
     "lion": Row(plain(optim.lion, 1e-2), {"count", "lion/w"}),
     "adafactor": Row(
-        lambda layouts=None, axes=None: contrib.adafactor(3e-2, layouts, axes, weight_decay=0.01, clip=2.0),
+        lambda: contrib.adafactor(3e-2, weight_decay=0.01, clip=2.0),
         {"count", "factored/row/w", "factored/col/w"},
         state_like_params=False,
     ),
     "muon": Row(muon, {"count", "muon/w"}),
     "muon-original-shared": Row(
-        lambda layouts=None, axes=None: muon(layouts, axes, scale="original", nesterov=False, share=("dp",)),
+        lambda: muon(scale="original", nesterov=False, share=("dp",)),
         {"count", "muon/w"},
     ),
     "soap": Row(
-        lambda layouts=None, axes=None: contrib.soap(1e-2, layouts, axes, matrices=["w$"], max_dim=7),
+        lambda: contrib.soap(1e-2, matrices=["w$"], max_dim=7),
         {"count"} | {f"soap/{name}/w" for name in ("m", "v", "left", "left_basis", "right", "right_basis")},
         state_like_params=False,
     ),
-    "groups": Row(_grouped, {"count", "adam/m/w", "adam/v/w"}),
+    "groups": Row(_grouped, {"count", "adam/m/w", "adam/v/w"}, alone=lambda: _grouped(())),
     "guarded": Row(
         _guarded,
         {"skipped", "norm", *(f"opt/{path}" for path in ADAM), "spike/mean", "spike/seen"}
@@ -101,9 +104,7 @@ def _state(*names: str) -> set[str]:
 
 def _row(make, rule, state) -> Row:
     """An optimizer whose state is stored by one rule."""
-    return Row(
-        lambda layouts=None, axes=None: compressed(make(layouts, axes), [rule], layouts, axes), state, True, False
-    )
+    return Row(lambda: compressed(make(), [rule]), state, True, False)
 
 
 IN_BLOCKS = _state("adam/m", "adam/v")

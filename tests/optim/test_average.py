@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fmegatron import optim, step, tree
-from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.testing import assert_parity
 from tests.optim.table import assert_same, grads_of, make_params, make_specs, run
@@ -38,9 +37,8 @@ def test_frozen_parameters_have_none_and_wrappers_are_looked_through():
     params = make_params(F64)
     new, opt_state = run(opt, params, opt.init(params), range(2))
     assert not any("embed" in path for path in tree.paths(optim.average_of(opt_state)))
-    layouts = tree.map(lambda p: Layout(tuple(p.shape), p.dtype, Mesh()), params)
     state = step.State(torch.tensor(2), new, opt_state)
-    found = step.averaged_params(state, layouts, Axes(Mesh()))
+    found = step.averaged_params(state)
     assert torch.equal(found["embed"]["table"], params["embed"]["table"])
     assert not torch.equal(found["scale"], new["scale"])
 
@@ -54,16 +52,12 @@ def test_to_evaluate_with_on_a_mesh(strategy):
         layout = Layout((8, 6), torch.float64, mesh)
         return {"w": tree.ArraySpec(strategy.params_layout(layout), tree.Normal(1.0))}
 
-    def make(mesh):
-        layouts = tree.layouts(specs_on(mesh))
-        return lambda state: step.averaged_params(state, layouts, Axes(mesh), strategy)
-
     one = {name: spec for name, spec in specs_on(Mesh()).items()}
     state = tree.init(step.state_specs(one, opt, strategy), key=0, rank=0)
     params, opt_state = opt.update(tree.map(torch.ones_like, state.params), state.opt, state.params)
     layouts = tree.layouts(step.state_specs(specs_on(mesh), opt, strategy))
     state = step.State(state.step, params, opt_state)
-    assert_parity(make, mesh, state, layouts=(layouts,), out_layouts=layouts.params)
+    assert_parity(lambda mesh: step.averaged_params, mesh, state, layouts=(layouts,), out_layouts=layouts.params)
 
 
 def test_errors():

@@ -10,7 +10,7 @@ from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.optim import Group, contrib
-from fmegatron.step import build_train_step, jit, placements, state_specs, trace
+from fmegatron.step import build_train_step, jit, state_specs, trace
 from fmegatron.testing import assert_parity
 from tests.definition import loss_of
 from tests.fresh_state import fresh_state
@@ -42,8 +42,8 @@ def awkward_loss(params, batch, layouts, axes, data):
 
 
 MAKE = {
-    "adamw": lambda layouts=None, axes=None: optim.adamw(1e-2),
-    "adafactor": lambda layouts=None, axes=None: contrib.adafactor(1e-2, layouts, axes),
+    "adamw": lambda: optim.adamw(1e-2),
+    "adafactor": lambda: contrib.adafactor(1e-2),
     "muon": functools.partial(optim.muon, 1e-2, matrices=["^w$", "unused", "odd"]),
     "soap": functools.partial(contrib.soap, 1e-2, matrices=["^w$", "unused"]),
 }
@@ -53,9 +53,7 @@ def awkward_step(make, strategy, mesh, guard):
     """(step, optimizer, layouts of the state)."""
     specs, axes = awkward_specs(mesh, strategy), Axes(mesh)
     layouts = tree.layouts(specs)
-    at = placements(layouts, strategy).optim
-    opt = make(at, axes)
-    opt = optim.skip_nonfinite(opt, at, axes) if guard else opt
+    opt = optim.skip_nonfinite(make()) if guard else make()
 
     def loss_fn(params, batch):
         return awkward_loss(params, batch, layouts, axes, ("dp", "fsdp"))
@@ -122,7 +120,7 @@ def decoder_step(config, opt):
     layouts, axes = model.layouts(config, ONE), Axes(ONE)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes)
+        return model.loss(params, batch, config, axes)
 
     return build_train_step(loss_fn, opt, layouts, axes, clip_norm=None)
 
@@ -153,13 +151,13 @@ def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
         decay = 0.0 if "embed" in path or "norm" in path else 0.1
         groups.append({"params": [leaf], "weight_decay": decay, "path": path})
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    layouts, axes = model.layouts(config, ONE), Axes(ONE)
+    axes = Axes(ONE)
     for i in range(3):
         for group in reference.param_groups:
             own = {"embed": 3e-3, "head": optim.linear(3e-2, 10)(i)}
             group["lr"] = own.get(group["path"].partition("/")[0], 1e-2)
         reference.zero_grad()
-        loss_of(model.loss(leaves, tiny.decoder_batch(config, rows=4, seed=i), config, layouts, axes)[0]).backward()
+        loss_of(model.loss(leaves, tiny.decoder_batch(config, rows=4, seed=i), config, axes)[0]).backward()
         reference.step()
     for path, x in zip(tree.paths(state.params), tree.leaves(state.params), strict=True):
         torch.testing.assert_close(x, named[path].detach(), rtol=1e-9, atol=1e-12, msg=path)
@@ -201,14 +199,13 @@ def test_mup_scales_the_first_step_of_a_wide_decoder():
 
 
 @pytest.mark.parametrize("make", [contrib.soap, contrib.adafactor, optim.muon], ids=["soap", "adafactor", "muon"])
-def test_layouts_without_axes_where_nothing_is_split(make):
-    """They change nothing: one rank needs no axes."""
+def test_layouts_of_one_rank_change_nothing(make):
     mesh = Mesh(dp=1)
     layouts = {"w": Layout((6, 4), torch.float32, mesh, flat=("dp",)), "norm": Layout((4,), torch.float32, mesh)}
-    params = {"w": torch.randn(6, 4).view(layouts["w"].local_shape(0)), "norm": torch.ones(4)}
+    params = tree.place({"w": torch.randn(6, 4).view(layouts["w"].local_shape(0)), "norm": torch.ones(4)}, layouts)
     plain = {"w": params["w"].view(6, 4), "norm": torch.ones(4)}
-    with_layouts, without = make(1e-2, layouts), make(1e-2)
-    found, _ = with_layouts.update(params, with_layouts.init(params), params)
-    wanted, _ = without.update(plain, without.init(plain), plain)
+    opt = make(1e-2)
+    found, _ = opt.update(params, opt.init(params), params)
+    wanted, _ = opt.update(plain, opt.init(plain), plain)
     for path in wanted:
         assert torch.equal(found[path].reshape(wanted[path].shape), wanted[path]), path

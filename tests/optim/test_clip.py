@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import clip, clip_by_global_norm, global_norm, optimizer, scale_by_learning_rate
 from fmegatron.optim.clip import clip_scale
@@ -51,11 +50,11 @@ def whole_norm(grads):
 @every_mesh
 @pytest.mark.parametrize("max_norm", [1.0, 1e6], ids=["active", "inactive"])
 def test_every_rank_gets_the_norm_of_the_whole(mesh, max_norm):
-    layouts, axes = layouts_on(mesh), Axes(mesh)
+    layouts = layouts_on(mesh)
     grads = random_grads(layouts)
 
     def step(grads):
-        norm = global_norm(grads, layouts, axes)
+        norm = global_norm(grads)
         return clip(grads, norm, max_norm), {"norm": norm}
 
     simulation = simulate(step, mesh, grads, layouts=(layouts,))
@@ -72,7 +71,7 @@ def test_every_rank_gets_the_norm_of_the_whole(mesh, max_norm):
 def test_one_collective_for_each_set_of_axes_that_splits_a_leaf(mesh):
     layouts = layouts_on(mesh)
     grads = tree.init(_specs(layouts), key=0, rank=0)
-    traced = trace(lambda grads: global_norm(grads, layouts, Axes(mesh)), (grads,))
+    traced = trace(global_norm, (grads,))
     sets = [
         tuple(node.args[1])
         for node in traced.graph_module.graph.nodes
@@ -83,9 +82,9 @@ def test_one_collective_for_each_set_of_axes_that_splits_a_leaf(mesh):
 
 def test_as_the_first_transform_of_a_chain():
     mesh = MESHES[3]
-    layouts, axes = layouts_on(mesh), Axes(mesh)
+    layouts = layouts_on(mesh)
     grads, params = random_grads(layouts), random_grads(layouts, seed=1)
-    opt = optimizer(clip=clip_by_global_norm(0.1, layouts, axes), rate=scale_by_learning_rate(1.0))
+    opt = optimizer(clip=clip_by_global_norm(0.1), rate=scale_by_learning_rate(1.0))
 
     def step(grads, params):
         return opt.update(grads, opt.init(params), params)[0]
@@ -118,14 +117,12 @@ def test_scale():
 def test_errors_for_people():
     mesh = Mesh(dp=2, tp=2)
     layout = Layout((4,), torch.float32, mesh, ("tp",))
-    grads = {"head": {"w": torch.ones(2)}}
-    for layouts, axes, message in [
-        ({"head": {"w": layout.replace(unreduced=("dp",))}}, Axes(mesh), r"head/w: .* pending over dp"),
-        ({"head": {"w": layout}}, None, r"head/w: .* split over tp, and no axes.*give axes"),
-        ({"head": {"b": layout}}, Axes(mesh), r"head/w"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            global_norm(grads, layouts, axes)
+    raw = tree.place({"head": {"w": torch.ones(2)}}, layout.replace(unreduced=("dp",)))
+    with pytest.raises(ValueError, match=r"head/w: .* pending over dp"):
+        global_norm(raw)
+    here, there = tree.place(torch.ones(2), layout), tree.place(torch.ones(2), layout.replace(mesh=Mesh(tp=2)))
+    with pytest.raises(ValueError, match=r"global_norm.*b.*tp2"):
+        global_norm({"a": here, "b": there})
     for max_norm in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="max_norm"):
             clip_scale(torch.tensor(1.0), max_norm)

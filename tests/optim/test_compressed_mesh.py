@@ -7,7 +7,7 @@ from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.optim import contrib
-from fmegatron.step import State, build_train_step, check, placements, state_specs
+from fmegatron.step import State, build_train_step, check, state_specs
 from fmegatron.testing import Ranks, simulate, split
 from fmegatron.tree import ArraySpec, Normal
 from tests.optim.formats import FORMATS, adamw_in, flat_params, flat_specs
@@ -25,9 +25,9 @@ WHOLE, FLAT = mixed(FORMATS, MESHES), mixed(FLAT_FORMATS, MESHES)
 def assert_sharded_is_whole(rules, specs, params, mesh, steps=2):
     """Each rank's parameters and state after some updates are its parts of what one rank has: bit for bit."""
     layouts = tree.layouts(specs)
-    opt, whole = adamw_in(rules)(layouts, Axes(mesh)), adamw_in(rules)()
+    opt = adamw_in(rules)()
     places = {"params": layouts, "state": tree.layouts(opt.init(specs))}
-    carry = {"params": params, "state": whole.init(params)}
+    carry = {"params": params, "state": opt.init(params)}
     parts = split(carry, places)
     for part in parts:
         assert_same(opt.init(part["params"]), part["state"])
@@ -43,7 +43,7 @@ def assert_sharded_is_whole(rules, specs, params, mesh, steps=2):
             sim = simulate(step, mesh, carry, grads, layouts=(places, layouts), out_layouts=places)
         else:
             sim = sim.again(Ranks(sim.outputs), grads)
-        carry = dict(zip(("params", "state"), whole.update(grads, carry["state"], carry["params"]), strict=True))
+        carry = dict(zip(("params", "state"), opt.update(grads, carry["state"], carry["params"]), strict=True))
         for rank, part in enumerate(split(carry, places)):
             assert_same(sim.outputs[rank], part)
 
@@ -60,8 +60,7 @@ def test_flattened_leaves_too(name, mesh):
 
 def proven(make, specs, mesh, but=()):
     """Check a train step whose gradients are the parameters themselves; `but`: the parameters that are not proven."""
-    layouts, axes = tree.layouts(specs), Axes(mesh)
-    opt = make(layouts, axes)
+    opt = make()
 
     def step(state, batch):
         params, new = opt.update(state.params, state.opt, state.params)
@@ -95,7 +94,7 @@ def trained_under(strategy, rules, steps=2):
     shapes = {"w": (8, 16), "b": (8,)}
     specs = {name: ArraySpec(Layout(shape, torch.bfloat16, mesh), Normal(0.5)) for name, shape in shapes.items()}
     axes, layouts = Axes(mesh), tree.layouts(specs)
-    opt = adamw_in(rules)(placements(layouts, strategy).optim, axes)
+    opt = adamw_in(rules)()
 
     def loss_fn(params, batch):
         y = torch.tanh(batch["x"] @ params["w"].float())[:, :8] + params["b"].float()

@@ -14,27 +14,26 @@ from tests.step import tiny
 ONE = Mesh(dp=1, fsdp=1, tp=1)
 
 
-def make_optimizer(mesh, share=()):
+def make_optimizer(share=()):
     """Muon that skips bad steps, with an embedding that learns slower and a frozen norm."""
-    layouts, axes = model.layouts(tiny.CONFIG, mesh), Axes(mesh)
     rules = [("embed", optim.Group(lr=0.3)), ("final_norm", optim.Group(frozen=True))]
     parts = optim.fused_parts(model.layouts(tiny.CONFIG, ONE))
-    opt = optim.muon(optim.cosine(1e-2, 20), layouts, axes, parts=parts, share=share, rules=rules)
-    return optim.skip_nonfinite(opt, layouts, axes, clip_norm=1.0, spike=optim.Spike(), loss_scale=optim.LossScale())
+    opt = optim.muon(optim.cosine(1e-2, 20), parts=parts, share=share, rules=rules)
+    return optim.skip_nonfinite(opt, clip_norm=1.0, spike=optim.Spike(), loss_scale=optim.LossScale())
 
 
 def make_step(mesh, save=None, share=()):
     layouts, axes = model.layouts(tiny.CONFIG, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes, save)
+        return model.loss(params, batch, tiny.CONFIG, axes, save)
 
-    return build_train_step(loss_fn, make_optimizer(mesh, share), layouts, axes, clip_norm=None)
+    return build_train_step(loss_fn, make_optimizer(share), layouts, axes, clip_norm=None)
 
 
 def layouts_on(mesh):
     batch = tree.map(lambda x: Layout(x.shape, x.dtype, mesh, (("dp", "fsdp"),)), tiny.decoder_batch(rows=8))
-    return tree.layouts(state_specs(model.specs(tiny.CONFIG, mesh), make_optimizer(mesh))), batch
+    return tree.layouts(state_specs(model.specs(tiny.CONFIG, mesh), make_optimizer())), batch
 
 
 CASES = [
@@ -48,7 +47,7 @@ CASES = [
 @pytest.mark.long
 @pytest.mark.parametrize("mesh, share", few(1, CASES, map(str, CASES)))
 def test_a_mesh_trains_as_one_rank(mesh, share):
-    state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer(ONE))
+    state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer())
     assert_parity(
         lambda m: make_step(m, share=share), mesh, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
         layouts=layouts_on(mesh), steps=3,
@@ -69,7 +68,7 @@ def trained(rank, mesh, backend):
     """Losses of three donated steps, and what is in the state for metrics, on a real rank."""
     with connect(mesh) as world:
         step = jit(make_step(mesh, share=("dp",)), donate=0, world=world, backend=backend)
-        state = fresh_state(model.init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer(mesh))
+        state = fresh_state(model.init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer())
         losses = []
         for i in range(3):
             state, metrics = step(state, tiny.decoder_batch(rows=8, seed=i, mesh=mesh, rank=rank))

@@ -71,12 +71,12 @@ def test_a_norm_that_the_caller_has_is_not_computed_again():
 @pytest.mark.parametrize("known", [True, False])
 def test_the_norm_costs_its_collectives_once(known):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
-    layouts, axes = tree.layouts(make_specs(DTYPES["fp32"], mesh)), Axes(mesh)
-    opt = skip_nonfinite(optim.adamw(1e-2), layouts, axes)
+    layouts = tree.layouts(make_specs(DTYPES["fp32"], mesh))
+    opt = skip_nonfinite(optim.adamw(1e-2))
     params = tree.init(make_specs(DTYPES["fp32"], mesh), key=0, rank=0)
 
     def step(grads, state, params):
-        norm = optim.global_norm(grads, layouts, axes)
+        norm = optim.global_norm(grads)
         return opt.update(grads, state, params, GradNorm(norm) if known else None), norm
 
     found = symbolic_nodes(trace(step, (params, opt.init(params), params)).graph_module.graph)
@@ -90,8 +90,7 @@ def test_one_rank_decides_for_all():
     layouts = tree.layouts(make_specs(DTYPES["fp64"], mesh))
 
     def make_step(mesh):
-        there = tree.layouts(make_specs(DTYPES["fp64"], mesh))
-        opt = skip_nonfinite(optim.adamw(1e-2), there, Axes(mesh), spike=Spike(warmup=1), clip_norm=1.0)
+        opt = skip_nonfinite(optim.adamw(1e-2), spike=Spike(warmup=1), clip_norm=1.0)
 
         def step(carry, grads):
             params, state = opt.update(grads, carry["state"], carry["params"])
@@ -177,7 +176,7 @@ def quadratic(params, batch):
 
 def train(loss_scale, dtype, start=1.0):
     layouts = {"w": Layout((4, 4), dtype, ONE)}
-    opt = skip_nonfinite(optim.sgd(0.1), layouts, Axes(ONE), clip_norm=1.0, loss_scale=loss_scale)
+    opt = skip_nonfinite(optim.sgd(0.1), clip_norm=1.0, loss_scale=loss_scale)
     step = build_train_step(quadratic, opt, layouts, Axes(ONE), clip_norm=None)
     state = fresh_state({"w": torch.full((4, 4), start, dtype=dtype)}, opt)
     compiled, metrics = jit(step, backend="eager"), []
@@ -212,7 +211,7 @@ def test_a_scale_is_taken_out_in_fp32():
         return (params["w"].float() * batch).sum()
 
     layouts = {"w": Layout((4,), torch.float16, ONE)}
-    opt = skip_nonfinite(optim.sgd(0.1), layouts, Axes(ONE), loss_scale=LossScale(initial=2.0**16))
+    opt = skip_nonfinite(optim.sgd(0.1), loss_scale=LossScale(initial=2.0**16))
     step = build_train_step(loss, opt, layouts, Axes(ONE), clip_norm=None)
     _, metrics = step(fresh_state({"w": torch.ones(4, dtype=torch.float16)}, opt), torch.full((4,), 1e-6))
     assert metrics["grad_norm"].item() == pytest.approx(2e-6, rel=2**-11)
@@ -224,7 +223,7 @@ def test_norms_by_group_on_a_mesh():
     layouts, grads = tree.layouts(make_specs(DTYPES["fp64"], mesh)), make_params(DTYPES["fp64"])
 
     def step(grads):
-        return {}, optim.group_norms(grads, None, layouts, Axes(mesh))
+        return {}, optim.group_norms(grads)
 
     norms = simulate(step, mesh, grads, layouts=(layouts,)).metrics
     assert set(norms) == {"embed", "blocks", "scale"}

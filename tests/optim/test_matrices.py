@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim.matrices import on_whole_matrices
 from fmegatron.optim.muon import orthogonalize
@@ -46,7 +45,7 @@ def test_values_and_balance(shape, spec, flat, share, work):
         return orthogonalize(matrices)
 
     def step(x):
-        return on_whole_matrices(f, [x], [layout], Axes(MESH), share)[0]
+        return on_whole_matrices(f, [x], [layout], share)[0]
 
     got = simulate(step, MESH, x, layouts=(layout,), out_layouts=layout).globals()
     torch.testing.assert_close(got, orthogonalize(x), rtol=1e-12, atol=1e-13)
@@ -56,13 +55,13 @@ def test_values_and_balance(shape, spec, flat, share, work):
 def test_two_exchanges_for_each_split_dim_and_the_bytes_of_the_shard():
     layout = Layout((8, 6, 8), torch.float32, MESH, ("pp", "fsdp", Split(("dp", "tp"), 2)))
     x = torch.empty(layout.local_shape(0))
-    traced = trace(lambda x: on_whole_matrices(lambda y: y, [x], [layout], Axes(MESH))[0], (x,))
+    traced = trace(lambda x: on_whole_matrices(lambda y: y, [x], [layout])[0], (x,))
     sent = [(list(one.axes), one.elements) for one in collectives_of(traced.graph_module.graph, MESH)]
     padded = 2 * x.numel()  # 4 layers of a stage for 8 ranks
     assert [axes for axes, _ in sent] == [["dp", "tp"], ["fsdp"], ["fsdp"], ["dp", "tp"]]
     assert all(numel == padded for _, numel in sent)
     alone = layout.replace(spec=("pp",))
-    traced = trace(lambda x: on_whole_matrices(lambda y: y, [x], [alone], Axes(MESH))[0], (torch.empty(4, 6, 8),))
+    traced = trace(lambda x: on_whole_matrices(lambda y: y, [x], [alone])[0], (torch.empty(4, 6, 8),))
     assert not collectives_of(traced.graph_module.graph, MESH)
 
 
@@ -106,7 +105,7 @@ def test_all_leaves_of_a_decoder_at_once(mesh, changes, layers):
     xs = [torch.randn(layout.shape, dtype=torch.float64, generator=generator) for layout in layouts]
 
     def step(*xs):
-        found = on_whole_matrices(orthogonalize, xs, layouts, Axes(mesh), (), parts, lambda m, n: 1 + m / n)
+        found = on_whole_matrices(orthogonalize, xs, layouts, (), parts, lambda m, n: 1 + m / n)
         return dict(zip(table, found, strict=True))
 
     got = simulate(step, mesh, *xs, layouts=layouts, out_layouts=dict(zip(table, layouts, strict=True))).globals()
@@ -124,7 +123,7 @@ def exchanged(table, mesh):
         return x
 
     xs = tuple(torch.empty(layout.local_shape(0), dtype=layout.dtype) for layout in layouts)
-    traced = trace(lambda *xs: on_whole_matrices(f, xs, layouts, Axes(mesh), (), parts), xs)
+    traced = trace(lambda *xs: on_whole_matrices(f, xs, layouts, (), parts), xs)
     found = collectives_of(traced.graph_module.graph, mesh)
     return seen, [("+".join(one.axes), one.elements) for one in found], sum(x.numel() for x in xs)
 

@@ -49,7 +49,7 @@ def assert_sharded_is_plain(row, specs_on, mesh, steps):
     """Updates of parameters and state, from gradients in the parameters' layouts; specs_on(mesh): where they lie."""
 
     def make_step(mesh):
-        opt = row.make(tree.layouts(specs_on(mesh)), Axes(mesh))
+        opt = row.make()
 
         def step(carry, grads):
             params, state = opt.update(grads, carry["state"], carry["params"])
@@ -58,10 +58,10 @@ def assert_sharded_is_plain(row, specs_on, mesh, steps):
         specs = specs_on(mesh)
         return Description(step, {"params": specs, "state": opt.init(specs)}, specs)
 
-    opt = row.make(tree.layouts(specs_on(mesh)), Axes(mesh))
+    opt = row.make()
     layouts = tree.layouts({"params": specs_on(mesh), "state": opt.init(specs_on(mesh))})
     params = make_params(DTYPES["fp64"])
-    carry = {"params": params, "state": row.make(tree.layouts(fp64(ONE)), Axes(ONE)).init(params)}
+    carry = {"params": params, "state": opt.init(params)}
     assert_parity(
         make_step, mesh, carry, lambda i: grads_of(make_params(DTYPES["fp64"]), i), steps=steps,
         layouts=(layouts, layouts["params"]), out_layouts=(layouts, {}),
@@ -110,9 +110,9 @@ def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
 
     def specs_on(mesh):
         specs = make_specs(dtypes, mesh)
-        return specs, row.make(tree.layouts(specs), Axes(mesh)).init(specs)
+        return specs, row.make().init(specs)
 
-    opt = row.make(tree.layouts(make_specs(dtypes, ONE)), Axes(ONE))
+    opt = row.make()
     half = run(opt, params, opt.init(params), range(3))
     saved_on, other = Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=1, fsdp=1, tp=2)
     save_all(tmp_path / "half", half, tree.layouts(specs_on(saved_on)))
@@ -127,7 +127,7 @@ def test_the_checker_proves_a_train_step(row):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
     specs = make_specs(DTYPES["fp32"], mesh)
     layouts, axes = tree.layouts(specs), Axes(mesh, data=("dp",))
-    opt = row.make(layouts, axes)
+    opt = row.make()
 
     def loss_fn(params, batch):
         """A quadratic, summed over the axes that split a leaf; replicas of dp see other rows."""

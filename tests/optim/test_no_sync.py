@@ -26,7 +26,7 @@ def op_of(target):
 
 
 def cases():
-    """(optimizer of layouts and axes, largest norm): each bare and with all that looks at the norm; some by default."""
+    """(how the optimizer is made, largest norm): each bare and with all that looks at the norm; some by default."""
     found = {}
     for name, row in TABLE.items():
         found[f"{name}-bare"] = row.make, None
@@ -36,9 +36,9 @@ def cases():
 
 
 def guarded(make):
-    def made(layouts, axes):
+    def made():
         options = {"spike": optim.Spike(warmup=1), "loss_scale": optim.LossScale()}
-        return optim.skip_nonfinite(make(layouts, axes), layouts, axes, **options)
+        return optim.skip_nonfinite(make(), **options)
 
     return made
 
@@ -46,7 +46,7 @@ def guarded(make):
 def make_step(make, clip_norm, mesh):
     """(train step of a quadratic, optimizer) in fp32."""
     layouts, axes = tree.layouts(make_specs(DTYPES["fp32"], mesh)), Axes(mesh, data=("dp",))
-    opt = make(layouts, axes)
+    opt = make()
 
     def loss_fn(params, batch):
         total = 0.0

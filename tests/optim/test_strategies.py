@@ -8,7 +8,7 @@ from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import contrib
-from fmegatron.step import build_train_step, check, placements, state_specs
+from fmegatron.step import build_train_step, check, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.pairs import few, mixed
@@ -33,10 +33,10 @@ def make_step(make, strategy, mesh):
     """(train step, layouts of the state)."""
     specs, axes = model.specs(tiny.CONFIG, mesh, strategy=strategy), Axes(mesh)
     layouts = tree.layouts(specs)
-    opt = make(placements(layouts, strategy).optim, axes)
+    opt = make()
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes)
+        return model.loss(params, batch, tiny.CONFIG, axes)
 
     step = build_train_step(loss_fn, opt, layouts, axes, strategy=strategy)
     return step, tree.layouts(state_specs(specs, opt, strategy)), opt

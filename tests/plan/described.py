@@ -17,7 +17,7 @@ def decoder(mesh=Mesh(), strategy=None, save="mincut", microbatches=1, batch=8, 
     strategy = strategy or DataParallel.hsdp()
     specs, axes, optimizer = model.specs(config, mesh, strategy=strategy), Axes(mesh), optim.adamw(1e-3)
     layouts = tree.layouts(specs)
-    loss = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes, save=save)
+    loss = functools.partial(model.loss, decoder=config, axes=axes, save=save)
     how = {"strategy": strategy, "microbatches": microbatches, "precision": config.precision}
     update = step.build_train_step(loss, optimizer, layouts, axes, **how)
     rows = strategy.batch_layout((batch, config.max_seq), torch.int64, mesh, microbatches)

@@ -94,7 +94,8 @@ STRATEGIES = {
 
 
 def local(layouts, device):
-    return tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device=device), layouts)
+    made = tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device=device), layouts)
+    return tree.place(made, layouts)
 
 
 def graph_of(update, specs, batch, device="meta"):
@@ -133,7 +134,7 @@ def test_state_and_traffic_are_those_of_the_cost_model():
     described = decoder(mesh, strategy)
     found, setting = plan.quick(described), plan.setting_of(described)
     specs = described.state
-    held = state_bytes(specs.params, optim.adamw(1e-3), strategy)
+    held = state_bytes(specs.params, optim.adamw(1e-3))
     assert found.state == held.params + held.optim + 8
     again = least_traffic(setting.params, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
     assert sum(found.sent.values()) == again.total

@@ -113,7 +113,7 @@ def describe(config):
     layouts = tree.layouts(of.state.params)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, of.decoder, layouts, Axes(config.mesh), save="mincut")
+        return model.loss(params, batch, of.decoder, save="mincut")
 
     how = {"strategy": tree.leaves(of.state)[0].strategy}
     made = step.build_train_step(loss_fn, optim.adamw(1e-3), layouts, Axes(config.mesh), **how)

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from fmegatron import model, optim, step, tree
+from fmegatron import model, step, tree
 from fmegatron.collectives import AXIS_INDEX, Axes, Place, collective_of
 from fmegatron.layout import DataParallel, Layout, Mesh
 
@@ -15,17 +15,12 @@ def problem(
     mesh: Mesh, optimizer, *, microbatches=1, clip_norm=1.0, save=None, mask=False, strategy=None, rows=8,
     precision=None, **fields,
 ):  # fmt: skip
-    """(train_step, specs of its state, layouts of its batch) of a tiny decoder.
-
-    optimizer: an Optimizer, or a function of the layouts that it sees and of the axes that makes one.
-    """
+    """(train_step, specs of its state, layouts of its batch) of a tiny decoder."""
     config = model.llama(**{**TINY, "vocab_multiple": 8, **fields})
     axes, specs = Axes(mesh), model.specs(config, mesh, strategy=strategy)
     layouts = tree.layouts(specs)
-    if not isinstance(optimizer, optim.Optimizer):
-        optimizer = optimizer(layouts if strategy is None else step.placements(layouts, strategy).optim, axes)
     train_step = step.build_train_step(
-        lambda p, b: model.loss(p, b, config, layouts, axes, save),
+        lambda p, b: model.loss(p, b, config, axes, save),
         optimizer, layouts, axes, strategy=strategy, microbatches=microbatches, clip_norm=clip_norm,
         precision=precision,
     )  # fmt: skip

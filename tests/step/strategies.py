@@ -35,7 +35,7 @@ def make_step(config, mesh, strategy, microbatches=1, clip_norm=None, optimizer=
     layouts, axes = model.layouts(config, mesh, strategy=strategy), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, save)
+        return model.loss(params, batch, config, axes, save)
 
     options |= {"strategy": strategy, "precision": config.precision, "microbatches": microbatches}
     return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, **options)

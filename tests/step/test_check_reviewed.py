@@ -23,7 +23,7 @@ def make(score):
                 return score(p, x @ p["w"], x) / ROWS, {}
 
             (value, _), grads = step.value_and_grad(loss)(params, batch)
-            return step.reduce_gradients(grads, layouts(mesh), axes), {"loss": psum(value, axes["dp"])}
+            return step.reduce_gradients(grads), {"loss": psum(value, axes["dp"])}
 
         return train
 

@@ -72,10 +72,10 @@ def test_a_gradient_of_a_gradient():
     [(1, None), (2, None), (4, None), *few(1, [(2, "aot_eager"), (4, "aot_eager"), (1, "aot_eager")])],
 )
 def test_accumulate_equals_the_whole_batch(n, backend):
-    layouts, axes = model.layouts(tiny.CONFIG, tiny.ONE), Axes(tiny.ONE)
+    axes = Axes(tiny.ONE)
 
     def loss(params, batch):
-        return model.loss(params, batch, tiny.CONFIG, layouts, axes)
+        return model.loss(params, batch, tiny.CONFIG, axes)
 
     args = tiny.decoder_state().params, tiny.decoder_batch(rows=4)
     (wanted_loss, wanted_aux), wanted = value_and_grad(loss)(*args)
@@ -201,8 +201,7 @@ def test_reduce_gradients():
     assert pending == {"both": (), "fsdp": ("dp",), "tp": ("dp", "fsdp"), "none": ("dp", "fsdp")}
     grads = {name: torch.randn(4, 4, dtype=torch.float64) for name in specs}
     raw = tree.map(lambda layout: raw_gradient_layout(layout, ("dp", "fsdp")), layouts)
-    axes = Axes(mesh)
-    sim = simulate(lambda g: reduce_gradients(g, layouts, axes), mesh, grads, layouts=(raw,), out_layouts=layouts)
+    sim = simulate(reduce_gradients, mesh, grads, layouts=(raw,), out_layouts=layouts)
     for name, got in sim.globals().items():
         torch.testing.assert_close(got, grads[name], rtol=1e-14, atol=1e-15, msg=name)
 

@@ -29,9 +29,9 @@ def make_step(mesh, n=1, layer=plain, rate=0.3):
         rows = len(x_BD) * axes[data].size
         hidden, out = Layout((rows, HIDDEN), F64, mesh, (data, tp)), Layout((rows, WIDE), F64, mesh, (data,))
         h = torch.tanh(enter(x_BD, axes[tp]) @ w["a"])
-        h = nn.dropout(h, rate, key=tree.fold_in(5, "hidden"), count=count, layout=hidden, axes=axes)
+        h = nn.dropout(h, rate, key=tree.fold_in(5, "hidden"), count=count, layout=hidden)
         y = psum(h @ w["b"], axes[tp])
-        y = nn.dropout(y, rate / 2, key=tree.fold_in(5, "out"), count=count, layout=out, axes=axes)
+        y = nn.dropout(y, rate / 2, key=tree.fold_in(5, "out"), count=count, layout=out)
         return x_BD + y
 
     one_layer = layer(mlp)

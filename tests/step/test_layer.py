@@ -34,8 +34,8 @@ def graphs():
 
 
 def loss_of(config, save):
-    layouts, axes = model.layouts(config, tiny.ONE), tiny.Axes(tiny.ONE)
-    return lambda params, batch: model.loss(params, batch, config, layouts, axes, save)
+    axes = tiny.Axes(tiny.ONE)
+    return lambda params, batch: model.loss(params, batch, config, axes, save)
 
 
 def test_equal_layers_of_two_programs_have_each_its_own_line():

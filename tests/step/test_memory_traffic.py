@@ -32,7 +32,7 @@ def traced(strategy, mesh, microbatches, config=CONFIG):
     layouts = tree.layouts(specs)
 
     def loss(params, batch):
-        return model.loss(params, batch, config, layouts, axes, "inputs")
+        return model.loss(params, batch, config, axes, "inputs")
 
     step = build_train_step(loss, OPTIMIZER, layouts, axes, strategy=strategy, microbatches=microbatches)
     state = tree.init(state_specs(specs, OPTIMIZER, strategy), 0, 0)
@@ -65,7 +65,7 @@ def test_state(name, mesh):
     """Table A2: whole bytes over the ranks that shard a kind; the tensors that exist have exactly these bytes."""
     strategy = STRATEGIES[name]
     specs = model.specs(CONFIG, mesh, strategy=strategy)
-    formula = state_bytes(specs, OPTIMIZER, strategy)
+    formula = state_bytes(specs, OPTIMIZER)
     P, G, S = whole_bytes(mesh, 4), whole_bytes(mesh, 4), whole_bytes(mesh, 8)
 
     def over(axes):
@@ -96,7 +96,7 @@ def test_traffic_and_accumulated_gradients(name, mesh, microbatches):
     )
     assert sum(c.sent for c in over_data if c.elements > NUMBERS) == least.total > 0
     if microbatches > 1:
-        assert accumulated_bytes(graph) == state_bytes(specs, OPTIMIZER, strategy).grads
+        assert accumulated_bytes(graph) == state_bytes(specs, OPTIMIZER).grads
 
 
 def test_the_fewest_bytes_of_one_matrix():
@@ -122,9 +122,9 @@ def test_frozen_leaves_and_narrow_ones():
     """What is frozen has neither gradient nor state, and is not sent; what is updated travels in its own dtype."""
     mesh, strategy = Mesh(dp=2), DataParallel.zero1("dp")
     w = Layout((4, 256), torch.bfloat16, mesh)
-    specs = {name: tree.ArraySpec(w, tree.Constant(0)) for name in ("frozen", "w")}
+    specs = {name: tree.ArraySpec(w, tree.Constant(0), strategy=strategy) for name in ("frozen", "w")}
     opt = optim.grouped(1e-3, [("frozen", optim.Group(frozen=True))], adam=optim.scale_by_adam())
-    held = state_bytes(specs, opt, strategy)
+    held = state_bytes(specs, opt)
     # of w alone: gradients in fp32; half of the moments and of the master copy in fp32, and the count
     assert (held.params, held.grads, held.optim) == (2 * 2048, 4096, 3 * 2048 + 8)
     found = least_traffic(tree.layouts(specs), strategy, trains=opt.trains)

@@ -17,7 +17,7 @@ MESH = Mesh(dp=1)
 def make():
     axes, layouts = Axes(MESH), model.layouts(CONFIG, MESH)
     optimizer = optim.adamw(1e-3)
-    loss = functools.partial(model.loss, decoder=CONFIG, layouts=layouts, axes=axes)
+    loss = functools.partial(model.loss, decoder=CONFIG, axes=axes)
     state = fresh_state(model.init(CONFIG, MESH, key=0), optimizer)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     train = step.jit(step.build_train_step(loss, optimizer, layouts, axes), donate=0, backend="eager")

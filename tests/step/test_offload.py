@@ -30,9 +30,7 @@ TO, FROM = torch.ops.fmegatron_step.to_host.default, torch.ops.fmegatron_step.fr
 def step_of(save, offload):
     """The decoder's train step."""
     layouts, axes = model.layouts(CONFIG, tiny.ONE), Axes(tiny.ONE)
-    return build_train_step(
-        lambda p, b: model.loss(p, b, CONFIG, layouts, axes, save, offload), tiny.OPTIMIZER, layouts, axes
-    )
+    return build_train_step(lambda p, b: model.loss(p, b, CONFIG, axes, save, offload), tiny.OPTIMIZER, layouts, axes)
 
 
 @functools.cache
@@ -119,9 +117,7 @@ def test_the_order_of_compiled_code():
 def test_check_knows_the_copies():
     mesh = Mesh(dp=2)
     layouts, axes = model.layouts(CONFIG, mesh), Axes(mesh)
-    step = build_train_step(
-        lambda p, b: model.loss(p, b, CONFIG, layouts, axes, "mincut", 0), tiny.OPTIMIZER, layouts, axes
-    )
+    step = build_train_step(lambda p, b: model.loss(p, b, CONFIG, axes, "mincut", 0), tiny.OPTIMIZER, layouts, axes)
     batch = tree.map(lambda x: Layout(x.shape, x.dtype, mesh, ("dp",)), tiny.decoder_batch(CONFIG))
     report = check(step, tiny.decoder_layouts(CONFIG, mesh), batch)
     assert report.ok

@@ -123,15 +123,13 @@ def test_decoder_equals_torch(name, mesh, microbatches, clip_norm):
         assert relative_error(a, b) <= 1e-10, path
 
 
-def of_matrices(kind, layouts, axes):
-    return {"muon": optim.muon, "adafactor": contrib.adafactor}[kind](1e-2, layouts=layouts, axes=axes)
+OF_MATRICES = {"muon": optim.muon(1e-2), "adafactor": contrib.adafactor(1e-2)}
 
 
-def with_optimizer(mesh, name, make, config):
-    """(step, specs of its state, layouts of its batch) for an optimizer that is made of layouts."""
-    strategy, axes = STRATEGIES[name], Axes(mesh)
+def with_optimizer(mesh, name, optimizer, config):
+    """(step, specs of its state, layouts of its batch) for an optimizer that looks at layouts."""
+    strategy = STRATEGIES[name]
     specs = model.specs(config, mesh, strategy=strategy)
-    optimizer = make(step.placements(tree.layouts(specs), strategy).optim, axes)
     train_step = make_step(config, mesh, strategy, clip_norm=0.1, optimizer=optimizer)
     return train_step, step.state_specs(specs, optimizer, strategy), strategies.batch_layouts(mesh)
 
@@ -151,15 +149,12 @@ OTHERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name, mesh, kind, config", OTHERS, ids=map(str, range(len(OTHERS))))
 def test_matrices_and_experts(name, mesh, kind, config):
-    def make(layouts, axes):
-        return of_matrices(kind, layouts, axes)
-
-    train_step, state, batch = with_optimizer(mesh, name, make, config)
+    train_step, state, batch = with_optimizer(mesh, name, OF_MATRICES[kind], config)
     report = step.check(train_step, state, batch)
     assert report.ok, str(report)
-    whole = tree.init(with_optimizer(Mesh(), name, make, config)[1], key=0, rank=0)
+    whole = tree.init(with_optimizer(Mesh(), name, OF_MATRICES[kind], config)[1], key=0, rank=0)
     assert_parity(
-        lambda m: with_optimizer(m, name, make, config)[0], mesh, whole, strategies.batch_at(config, 0),
+        lambda m: with_optimizer(m, name, OF_MATRICES[kind], config)[0], mesh, whole, strategies.batch_at(config, 0),
         layouts=(state, batch), steps=3,
     )  # fmt: skip
 
@@ -169,8 +164,7 @@ def test_8_bit_state_of_padded_rows_is_refused():
     config = model.llama(vocab_size=58, dim=40, layers=2, heads=4, kv_heads=2, ffn_dim=22, max_seq=16)
     with pytest.raises(ValueError, match="cut into uneven or padded pieces, wanted .* leave it in Float32"):
         with_optimizer(
-            Mesh(fsdp=3), "zero1", lambda where, axes: contrib.compressed(optim.adamw(1e-2), formats, where, axes),
-            config,
+            Mesh(fsdp=3), "zero1", contrib.compressed(optim.adamw(1e-2), formats), config,
         )  # fmt: skip
 
 

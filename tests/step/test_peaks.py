@@ -51,7 +51,7 @@ def formula(strategy, mesh, microbatches):
     specs = model.specs(CONFIG, mesh, strategy=strategy)
     layouts = tree.layouts(specs)
     g, leaf = of_params(layouts)
-    waiting = state_bytes(specs, OPTIMIZER, strategy).grads if microbatches > 1 else 0
+    waiting = state_bytes(specs, OPTIMIZER).grads if microbatches > 1 else 0
     if mesh.extent(tuple(a for a in strategy.params if a in mesh)) == 1:
         return waiting + g + leaf
     blocks, _ = of_params(layouts, in_blocks)
@@ -81,7 +81,7 @@ def run_on():
         layouts = tree.layouts(specs)
 
         def loss(params, batch):
-            return model.loss(params, batch, CONFIG, layouts, axes, "inputs")
+            return model.loss(params, batch, CONFIG, axes, "inputs")
 
         options = {"strategy": strategy, "microbatches": microbatches, "together": TOGETHER}
         step = build_train_step(loss, OPTIMIZER, layouts, axes, **options)

@@ -28,7 +28,7 @@ def describe(mesh, right=True):
 
     def train_step(state, batch):
         (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)
-        grads = step.reduce_gradients(grads, tree.layouts(specs), axes) if right else grads
+        grads = step.reduce_gradients(grads) if right else grads
         params, opt = optimizer.update(grads, state.opt, state.params)
         return State(state.step + 1, params, opt), {"loss": psum(loss, ranks)}
 

@@ -107,10 +107,10 @@ def test_a_weight_that_no_metric_has():
     layouts, axes = model.layouts(config, Mesh()), Axes(Mesh())
 
     def scalar(params, batch):
-        part = model.loss(params, batch, config, layouts, axes)[0]["lm"]
+        part = model.loss(params, batch, config, axes)[0]["lm"]
         return part.total / part.count, {"tokens": part.count}
 
-    parts = functools.partial(model.loss, decoder=config, layouts=layouts, axes=axes)
+    parts = functools.partial(model.loss, decoder=config, axes=axes)
     for loss, words in (
         (scalar, "weight='token': got metrics .*did you mean tokens"),
         (parts, "weight='token': got a loss of parts, which have counts of their own, .*leave weight out"),
@@ -129,14 +129,13 @@ def test_a_batch_without_a_token():
     assert metrics["loss"] == 0 and all(x.isfinite().all() for x in tree.leaves(state.params))
 
 
-def test_matrix_optimizers_made_for_other_layouts():
+def test_matrix_optimizers_see_the_layouts_of_the_strategy():
+    """Nobody tells them: they read the layouts off the specs, and in the step off the parameters that were moved."""
     config, mesh, strategy = make_config(), Mesh(dp=2), STRATEGIES["zero1"]
     layouts = model.layouts(config, mesh, strategy=strategy)
-    right = optim.muon(1e-2, layouts=placements(layouts, strategy).optim, axes=Axes(mesh))
-    strategies.specs_of(config, mesh, strategy, right)
-    wrong = optim.muon(1e-2, layouts=layouts, axes=Axes(mesh))
-    with pytest.raises(ValueError, match="give it the layouts that the optimizer sees"):
-        strategies.specs_of(config, mesh, strategy, wrong)
+    state = strategies.specs_of(config, mesh, strategy, optim.muon(1e-2))
+    placed = placements(layouts, strategy).optim["blocks"]["mlp"]["w_down"]
+    assert placed.sharded and state.opt["muon"]["blocks"]["mlp"]["w_down"].layout == placed
     with pytest.raises(ValueError, match="without any interleaved dim"):
         optim.fused_parts(layouts)
 

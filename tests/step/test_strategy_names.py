@@ -20,7 +20,7 @@ def trained(mesh, strategy):
     layouts, states = tree.layouts(specs), state_specs(specs, tiny.OPTIMIZER, strategy)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, CONFIG, layouts, axes)
+        return model.loss(params, batch, CONFIG, axes)
 
     step = build_train_step(loss_fn, tiny.OPTIMIZER, layouts, axes, strategy=strategy)
     batch = tiny.decoder_batch(CONFIG, rows=8)

@@ -38,7 +38,7 @@ def decoder_step(config: model.Decoder = CONFIG, save=None, mesh: Mesh = ONE, **
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        return model.loss(params, batch, config, layouts, axes, save)
+        return model.loss(params, batch, config, axes, save)
 
     return build_train_step(loss_fn, OPTIMIZER, layouts, axes, **options)
 

@@ -38,7 +38,7 @@ def make_step(config, mesh, clip_norm, save=None, data=DATA_AXES):
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
-        parts, metrics = model.loss(params, batch, config, layouts, axes, save)
+        parts, metrics = model.loss(params, batch, config, axes, save)
         return (parts, metrics) if data == DATA_AXES else scalar_of(parts, axes)
 
     return build_train_step(loss_fn, OPTIMIZER, layouts, Axes(mesh, data=data), clip_norm=clip_norm)

@@ -7,7 +7,7 @@ from typing import Any
 from fmegatron import tree
 from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.manage.manager import Manager
-from fmegatron.checkpoint.reading.read import restore_save
+from fmegatron.checkpoint.reading.read import Asked, restore_save
 from fmegatron.checkpoint.reading.snapshot import Saved
 
 
@@ -32,5 +32,7 @@ def start(
     """
     if manager.latest() is not None:
         return manager.restore_latest(target, rank=rank, device=options.get("device"))
-    state, found = restore_save(source, target, world=manager.world, rank=rank, stacklevel=3, **options)
-    return 0, state, own_metadata(found.metadata)
+    asked, others = Asked.split(options)
+    found = restore_save(source, target, asked, world=manager.world, rank=rank, **others)
+    found.warn(stacklevel=3)
+    return 0, found.state, own_metadata(found.source.metadata)

@@ -28,7 +28,7 @@ from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.report import state_bytes
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.describe import describe
-from fmegatron.checkpoint.reading.read import rank_of, restore_save
+from fmegatron.checkpoint.reading.read import Asked, rank_of, restore_save
 from fmegatron.checkpoint.reading.target import Wanted, target_of
 
 _LOOKS = 3  # how often the directory is listed again because steps were deleted before they could be read
@@ -186,14 +186,14 @@ class Search:
 
     def _attempt(self, step: int, temporary: bool) -> tuple[Found | None, CheckpointError | None]:
         """The step, or, on all ranks, what is damaged. Any other error of any rank is raised on all of them."""
-        ranks, place, kind, error, state = self.world, self.both[temporary].place(step), _GOOD, None, None
+        ranks, place, kind, error, found = self.world, self.both[temporary].place(step), _GOOD, None, None
         size = self._bytes(place)
         bar = self.progress if ranks.rank == 0 else False
         try:
             with progress(f"restoring step {step}", size, read_from_now(), bar):
-                state, saved = restore_save(
-                    place, self.target, world=self.world, rank=self.rank, stacklevel=6, **self.options
-                )
+                asked, others = Asked.split(self.options)
+                found = restore_save(place, self.target, asked, world=self.world, rank=self.rank, **others)
+                found.warn(stacklevel=6)
         except BaseException as e:  # a rank that is interrupted must report it to the others, too
             damaged, unfit = isinstance(e, CheckpointError), isinstance(e, ValueError) or not isinstance(e, Exception)
             kind, error = _DAMAGED if damaged else _UNFIT if unfit else _FAILED, e
@@ -202,7 +202,7 @@ class Search:
         gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
         if gravest == _GOOD:
             nbytes = size if self._wanted() is not None else state_bytes(self.target)
-            return Found(step, temporary, state, own_metadata(saved.metadata), nbytes), None
+            return Found(step, temporary, found.state, own_metadata(found.source.metadata), nbytes), None
         first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,26 +92,56 @@ def restore(
         CheckpointError: the checkpoint is missing, incomplete or damaged (naming leaf and file).
         ValueError: the target does not fit it. Nothing in the files is executed.
     """
-    return restore_save(
-        path, target, into=into, world=world, rank=rank, strict=strict, rules=rules, prefix=prefix, initial=initial,
-        read=read, cast=cast, device=device, verify=verify, stacklevel=3,
-    )[0]  # fmt: skip
+    view = Asked(strict, rules, prefix, initial, cast, verify)
+    found = restore_save(path, target, view, into=into, world=world, rank=rank, read=read, device=device)
+    found.warn(stacklevel=3)
+    return found.state
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of the stored leaves is asked for, and how they become those of the target: as of `restore`."""
+
+    strict: str = "error"
+    rules: Sequence[Rule] = ()
+    prefix: str = ""
+    initial: Any = None
+    cast: bool = False
+    verify: bool = True
+
+    @staticmethod
+    def split(options: Mapping[str, Any]) -> tuple[Asked, dict[str, Any]]:
+        """Arguments of `restore` by name: those that are fields here, and the others."""
+        own = {field.name for field in fields(Asked)} & set(options)
+        others = {name: value for name, value in options.items() if name not in own}
+        return Asked(**{name: options[name] for name in own}), others
+
+
+class Restored(NamedTuple):
+    """What `restore` returns, the one save that it read on all ranks, and what this rank is to warn of."""
+
+    state: Any
+    source: Source
+    told: tuple | None
+
+    def warn(self, stacklevel: int) -> None:
+        """Of leaves that are not stored, or not asked for, where `strict` says so: on rank 0."""
+        if self.told is not None:
+            warn(*self.told, stacklevel=stacklevel)
 
 
 def restore_save(
     path: Saved,
     target: Any,
+    asked: Asked,
     *,
     into: Any = None,
     world: Ranks | None = None,
     rank: int | None = None,
-    strict: str = "error",
     read: str = "own",
     device: str | torch.device | None = None,
-    stacklevel: int = 2,
-    **options: Any,
-) -> tuple[Any, Source]:
-    """`restore`, and the one save that it read on all ranks; options: rules, prefix, initial, ..."""
+) -> Restored:
+    """`restore`, with the save that it read, before it warns."""
     ranks, what = ranks_of(world), f"restoring the checkpoint {getattr(path, 'text', path)}"
     once, wanted = read == "once" and ranks.size > 1, None
 
@@ -129,9 +159,9 @@ def restore_save(
 
     def work(source: Source) -> tuple[Started, Any]:
         if wanted is not None:
-            return read_wanted(source, wanted, ranks, device, strict, **options)
+            return read_wanted(source, wanted, ranks, device, asked)
         me = rank_of(target, ranks, rank)
-        started = start_reading(source, target, me, strict, once=once, **options)
+        started = start_reading(source, target, me, asked, once=once)
         return started, None if once else finish_reading(started, ranks, device)
 
     # Rank 0 keeps retention away from the files until all ranks have read.
@@ -139,10 +169,8 @@ def restore_save(
         source, (started, state) = on_one_save(ranks, what, path, work, lambda found: found[0].key, check)
         if once:  # all has been agreed upon before ranks wait for bytes of each other
             state = together(ranks, what, lambda: finish_reading(started, ranks, device))
-    if ranks.rank == 0:
-        with_initial = options.get("initial") is not None
-        warn(started.request.difference, started.mode, started.where, with_initial, stacklevel=stacklevel)
-    return state, source
+    told = (started.request.difference, started.mode, started.where, asked.initial is not None)
+    return Restored(state, source, told if ranks.rank == 0 else None)
 
 
 def _protected(path: Saved) -> ExitStack:
@@ -173,13 +201,8 @@ def start_reading(
     source: Source,
     target_layouts: Any,
     rank: int,
-    strict: str = "error",
+    asked: Asked,
     *,
-    rules: Sequence[Rule] = (),
-    prefix: str = "",
-    initial: Any = None,
-    cast: bool = False,
-    verify: bool = True,
     once: bool = False,
     into: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Started:
@@ -187,8 +210,9 @@ def start_reading(
 
     into: by path, memory of leaves in the place of new memory, contiguous on the CPU.
     """
-    mode, has = strictness(strict), {"cast": cast, "has_initial": initial is not None}
-    request = match(source, target_layouts, mode, rules=rules, prefix=prefix, **has)
+    mode, initial = strictness(asked.strict), asked.initial
+    how = {"rules": asked.rules, "prefix": asked.prefix, "cast": asked.cast, "has_initial": initial is not None}
+    request = match(source, target_layouts, mode, **how)
     current = _current(initial, target_layouts, rank)
     memory = [into.get(path) for path in request.paths]
     # Before anything is allocated for elements that may not be there; a source that does not ask makes no work.
@@ -200,7 +224,7 @@ def start_reading(
         by_leaf.setdefault(leaf.path, []).append(target)
     # Leaves with files of their own first: they are read while this thread goes through the many small ones.
     first = sorted(by_leaf, key=lambda path: not source.grid(path))
-    source.fill({path: by_leaf[path] for path in first}, verify)
+    source.fill({path: by_leaf[path] for path in first}, asked.verify)
     return Started(source.text, mode, request, tensors, exchanges, _key(request) if once else 0)
 
 
@@ -234,15 +258,11 @@ def read_wanted(
     wanted: Wanted,
     world: Ranks,
     device: str | torch.device | None,
-    strict: str,
-    *,
-    rules: Sequence[Rule] = (),
-    prefix: str = "",
-    initial: Any = None,
-    **options: Any,
+    asked: Asked,
 ) -> tuple[Started, Any]:
     """A restore for a target that is no tree of layouts, on one process."""
-    mode, where = strictness(strict), source.text
+    mode, where = strictness(asked.strict), source.text
+    rules, prefix, initial = asked.rules, asked.prefix, asked.initial
     rules = (rules,) if isinstance(rules, Rule) else rules
     layouts = wanted.asked(source, rules, prefix)
     values, containers = values_of(source, prefix)
@@ -252,17 +272,8 @@ def read_wanted(
     current = (
         None if initial is None else {p: as_tensor(first[p], p) for p in layouts if isinstance(first.get(p), Array)}
     )
-    started = start_reading(
-        source,
-        layouts,
-        0,
-        strict,
-        rules=rules,
-        prefix=prefix,
-        initial=None if initial is None else current,
-        into=wanted.memory(),
-        **options,
-    )
+    asked = replace(asked, rules=rules, initial=None if initial is None else current)
+    started = start_reading(source, layouts, 0, asked, into=wanted.memory())
     request, host = started.request, "cpu" if wanted.like is not None else world.device
     difference = Difference(
         request.difference.missing + difference.missing, request.difference.unexpected + difference.unexpected

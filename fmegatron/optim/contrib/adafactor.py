@@ -14,7 +14,7 @@ from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout
 from fmegatron.optim.adamw import LearningRate, add_decayed_weights, scale_by_learning_rate
-from fmegatron.optim.matrices import in_layout, layouts_by_path
+from fmegatron.optim.matrices import in_layout, layouts_of
 from fmegatron.optim.optimizer import Optimizer, optimizer
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
@@ -25,8 +25,6 @@ from fmegatron.tree import ArraySpec, Tree
 @recorded
 def adafactor(
     learning_rate: LearningRate,
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     *,
     decay_power: float = -0.8,
     clip: float = 1.0,
@@ -45,11 +43,10 @@ def adafactor(
     vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
     The rows of a flattened leaf are not to be seen in its ranges: it is gathered to look at it (and only it; a leaf is
     flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
+    Parameters know their layouts (specs, and the arrays of a state or a step); a leaf that knows none is full.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
-        axes: Axes(mesh), with layouts.
         decay_power: c in β̂₂ₜ = 1 - tᶜ, negative.
         clip: d, the largest rms of an update before it is scaled.
         eps: its square is the least second moment.
@@ -66,23 +63,23 @@ def adafactor(
         raise ValueError(f"adafactor: clip: got {clip}, wanted a number above 0, such as 1.0")
     if not eps2 >= 0:
         raise ValueError(f"adafactor: eps2: got {eps2}, wanted 0 or more, such as 1e-3")
-    layout_of = layouts_by_path(layouts, axes, "adafactor")
-    is_matrix = _matrices(layout_of, factored)
+    is_matrix = _matrices(factored)
 
     def resize(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
         del count
+        layouts = layouts_of(params, "adafactor")
 
         def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            layout = layout_of(path, u)
-            opened = _opened(u, layout, axes), _opened(p, layout, axes)
-            dims = 2 if is_matrix(path, u) else min(1, opened[0].dim())
-            size_u, size_p = _rms(opened, dims, layout, axes)
-            return _closed(opened[0] * (size_p.clamp(min=eps2) / (size_u / clip).clamp(min=1)), layout, axes)
+            layout = layouts[path]
+            opened = _opened(u, layout), _opened(p, layout)
+            dims = 2 if is_matrix(path, u, layout) else min(1, opened[0].dim())
+            size_u, size_p = _rms(opened, dims, layout)
+            return _closed(opened[0] * (size_p.clamp(min=eps2) / (size_u / clip).clamp(min=1)), layout)
 
         return tree.map_with_path(one, updates, params)
 
     return optimizer(
-        factored=scale_by_factored_rms(layouts, axes, decay_power, eps, factored),
+        factored=scale_by_factored_rms(decay_power, eps, factored),
         size=stateless(resize),
         decay=add_decayed_weights(weight_decay, decay),
         rate=scale_by_learning_rate(learning_rate),
@@ -91,8 +88,6 @@ def adafactor(
 
 @recorded
 def scale_by_factored_rms(
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     decay_power: float = -0.8,
     eps: float = 1e-15,
     factored: Where | None = None,
@@ -105,8 +100,6 @@ def scale_by_factored_rms(
     of the parameter's dims, and are full along axes that flatten it; a mean over a split dim is one psum over its axes.
 
     Args:
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
-        axes: Axes(mesh), with layouts.
         decay_power: c, negative.
         eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
             more than the squares of most gradients of a large model).
@@ -116,23 +109,25 @@ def scale_by_factored_rms(
         raise ValueError(f"adafactor: decay_power: got {decay_power}, wanted a negative number, such as -0.8")
     if not eps >= 0:
         raise ValueError(f"adafactor: eps: got {eps}, wanted 0 or more, such as 1e-15")
-    layout_of = layouts_by_path(layouts, axes, "adafactor")
-    is_matrix = _matrices(layout_of, factored)
+    is_matrix = _matrices(factored)
 
-    def part(x: Tree, wanted: bool) -> Tree:
-        return tree.map_with_path(lambda path, leaf: leaf if is_matrix(path, leaf) == wanted else None, x)
+    def part(x: Tree, layouts: dict[str, Layout | None], wanted: bool) -> Tree:
+        return tree.map_with_path(
+            lambda path, leaf: leaf if is_matrix(path, leaf, layouts[path]) == wanted else None, x
+        )
 
     def init(params: Tree) -> Tree:
-        matrices = part(params, True)
+        layouts = layouts_of(params, "adafactor")
+        matrices = part(params, layouts, True)
         state = {
-            "row": tree.map_with_path(lambda path, leaf: _without_dim(leaf, -1, layout_of(path, leaf)), matrices),
-            "col": tree.map_with_path(lambda path, leaf: _without_dim(leaf, -2, layout_of(path, leaf)), matrices),
-            "full": tree.zeros_like(part(params, False)),
+            "row": tree.map_with_path(lambda path, leaf: _without_dim(leaf, -1, layouts[path]), matrices),
+            "col": tree.map_with_path(lambda path, leaf: _without_dim(leaf, -2, layouts[path]), matrices),
+            "full": tree.zeros_like(part(params, layouts, False)),
         }
         return {name: value for name, value in state.items() if tree.leaves(value)}
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
-        del params
+        layouts = layouts_of(params, "adafactor")
         weights = per_dtype(updates, lambda dtype: [(count + 1).to(torch.float64).pow(decay_power).to(dtype)])
 
         def mixed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -142,47 +137,44 @@ def scale_by_factored_rms(
             return g * v.clamp(min=eps * eps).rsqrt()
 
         def estimate(path: str, row: torch.Tensor, col: torch.Tensor) -> torch.Tensor:
-            mean = _mean(row.unsqueeze(-1), -2, layout_of(path, row), axes)
+            mean = _mean(row.unsqueeze(-1), -2, layouts[path])
             return row.unsqueeze(-1) * (col.unsqueeze(-2) / mean.clamp(min=eps * eps))
 
-        out, new_state = part(updates, False), {}
+        out, new_state = part(updates, layouts, False), {}
         if "full" in state:
             new_state["full"] = tree.map(lambda v, g: mixed(v, g * g), state["full"], out)
             out = tree.map(lambda v, g: scaled(g, v), new_state["full"], out)
         if "row" in state:
-            g = tree.map_with_path(lambda path, x: _opened(x, layout_of(path, x), axes), part(updates, True))
+            g = tree.map_with_path(lambda path, x: _opened(x, layouts[path]), part(updates, layouts, True))
             for name, dim in (("row", -1), ("col", -2)):
-                means = tree.map_with_path(
-                    lambda path, x, dim=dim: _mean(x * x, dim, layout_of(path, x), axes).squeeze(dim), g
-                )
+                means = tree.map_with_path(lambda path, x, dim=dim: _mean(x * x, dim, layouts[path]).squeeze(dim), g)
                 new_state[name] = tree.map(mixed, state[name], means)
             v = tree.map_with_path(estimate, new_state["row"], new_state["col"])
-            directions = tree.map_with_path(lambda path, x, v: _closed(scaled(x, v), layout_of(path, x), axes), g, v)
+            directions = tree.map_with_path(lambda path, x, v: _closed(scaled(x, v), layouts[path]), g, v)
             out = tree.merge(directions, out)
         return out, new_state
 
     return Transform(init, update)
 
 
-def _matrices(layout_of: Callable[[str, Any], Layout | None], factored: Where | None) -> Callable[[str, Any], bool]:
-    """(path, leaf) -> whether its second moment is factored: it is selected, and has two dims or more."""
+def _matrices(factored: Where | None) -> Callable[[str, Any, Layout | None], bool]:
+    """(path, leaf, layout) -> whether its second moment is factored: it is selected, and has two dims or more."""
     selects = path_predicate(tree.neither_norm_nor_bias if factored is None else factored)
 
-    def is_matrix(path: str, leaf: Any) -> bool:
-        layout = layout_of(path, leaf)
+    def is_matrix(path: str, leaf: Any, layout: Layout | None) -> bool:
         return selects(path) and len((leaf if layout is None else layout).shape) > 1
 
     return is_matrix
 
 
-def _opened(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+def _opened(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """A flattened leaf as the block that was flattened; others as they are."""
-    return in_layout(x, layout, layout.replace(flat=()), axes) if layout is not None and layout.flat else x
+    return in_layout(x, layout, layout.replace(flat=())) if layout is not None and layout.flat else x
 
 
-def _closed(x: torch.Tensor, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+def _closed(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """The inverse of `_opened`; nothing is sent."""
-    return in_layout(x, layout.replace(flat=()), layout, axes) if layout is not None and layout.flat else x
+    return in_layout(x, layout.replace(flat=()), layout) if layout is not None and layout.flat else x
 
 
 def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int, layout: Layout | None) -> torch.Tensor | ArraySpec:
@@ -197,24 +189,24 @@ def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int, layout: Layout | None
     return leaf.new_zeros(rest(shape))
 
 
-def _mean(x: torch.Tensor, dim: int, layout: Layout | None, axes: Axes | None) -> torch.Tensor:
+def _mean(x: torch.Tensor, dim: int, layout: Layout | None) -> torch.Tensor:
     """Mean over a dim that may be split: `x[..., m_a, n] -> y[..., 1, n]`, one psum over a."""
     if layout is None:
         return x.mean(dim, keepdim=True)
-    return _summed(x.sum(dim, keepdim=True), layout, axes, layout.axes(dim)) / layout.shape[dim]
+    return _summed(x.sum(dim, keepdim=True), layout, layout.axes(dim)) / layout.shape[dim]
 
 
-def _rms(xs: tuple[torch.Tensor, ...], dims: int, layout: Layout | None, axes: Axes | None) -> tuple[torch.Tensor, ...]:
+def _rms(xs: tuple[torch.Tensor, ...], dims: int, layout: Layout | None) -> tuple[torch.Tensor, ...]:
     """√(mean of x²) of each, over the last `dims` dims, kept as dims of size 1: one psum for all."""
     last = tuple(range(-dims, 0))
     sums = torch.stack([x.square().sum(last, keepdim=True) if dims else x.square() for x in xs])
     if layout is not None:
-        sums = _summed(sums, layout, axes, tuple(axis for dim in last for axis in layout.axes(dim)))
+        sums = _summed(sums, layout, tuple(axis for dim in last for axis in layout.axes(dim)))
     shape = xs[0].shape if layout is None else layout.shape
     return (sums / math.prod(shape[len(shape) - dims :])).sqrt().unbind(0)
 
 
-def _summed(x: torch.Tensor, layout: Layout, axes: Axes | None, names: tuple[str, ...]) -> torch.Tensor:
+def _summed(x: torch.Tensor, layout: Layout, names: tuple[str, ...]) -> torch.Tensor:
     """psum over those of the axes that have more than one rank."""
     split = tuple(name for name in layout.mesh.names if name in names and layout.mesh[name] > 1)
-    return psum(x, axes[split]) if split and axes is not None else x
+    return psum(x, Axes(layout.mesh)[split]) if split else x

@@ -11,9 +11,8 @@ from fmegatron import tree
 from fmegatron.collectives import Axes, random_words
 from fmegatron.layout import Layout
 from fmegatron.optim.contrib.blockwise import Blockwise, in_blocks
-from fmegatron.optim.contrib.formats import Bfloat16, Float32, Format, FormatTable, NoMaster, Remainder, is_random
+from fmegatron.optim.contrib.formats import Bfloat16, Float32, FormatTable, NoMaster, Remainder
 from fmegatron.optim.contrib.rounding import join_master, split_master, stochastic_bfloat16
-from fmegatron.optim.matrices import split_over
 from fmegatron.tree import ArraySpec, Tree
 
 
@@ -22,12 +21,11 @@ class Codec:
     """How each leaf of a state is stored. Paths are those of the state ("adam/m/w"), of masters "master/w".
 
     table: the format of a leaf.  layouts: of the uncompressed state by path; None: every leaf is full on every rank.
-    axes: for words of random rounding.  key: of these words, which depend on key, count, path and global index.
+    key: of the words of random rounding, which depend on key, count, path and global index.
     """
 
     table: FormatTable
     layouts: Mapping[str, Layout] | None
-    axes: Axes | None
     key: int
 
     def layout_of(self, path: str) -> Layout | None:
@@ -45,7 +43,6 @@ class Codec:
         if spec.dtype is not torch.float32:
             return spec
         form = self.table(path)
-        self._require(path, spec.layout, form)
         if isinstance(form, Blockwise) and form.applies(spec.shape):
             return form.specs(f"compressed: {path}", spec)
         return spec.replace(dtype=torch.bfloat16) if isinstance(form, Bfloat16) else spec
@@ -96,8 +93,6 @@ class Codec:
             )
         if isinstance(form, Remainder):
             return tree.zeros_like(param, torch.int16)
-        if isinstance(master, ArraySpec):
-            self._require(path, master.layout, form)
         return None
 
     def join(self, path: str, param: torch.Tensor, stored: torch.Tensor | None) -> torch.Tensor | None:
@@ -118,23 +113,5 @@ class Codec:
 
     # ---- what formats need
     def _words(self, path: str, count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return random_words(self.key, path, count, x, self.layout_of(path), self.axes)
-
-    def _require(self, path: str, layout: Layout, form: Format) -> None:
-        """ValueError where a format needs layouts or axes that are not known, or where those known are others."""
-        if layout.sharded and self.layouts is None and (isinstance(form, Blockwise) or is_random(form)):
-            raise ValueError(
-                f"compressed: {path}: got {layout}, which is split, and no layouts, wanted those of the parameters,"
-                f" for {form} depends on global indices; give layouts=tree.layouts(specs) and axes=Axes(mesh)"
-            )
-        if layout.sharded and is_random(form) and self.axes is None:
-            raise ValueError(
-                f"compressed: {path}: got {layout}, which is split, and no axes, wanted those of its mesh; give"
-                " axes=Axes(mesh) too"
-            )
-        known = self.layout_of(path)
-        if known is not None and split_over(layout) != split_over(known):
-            raise ValueError(
-                f"compressed: {path}: got a state in {layout}, wanted {known}, for which it was made; give it the"
-                " layouts that the optimizer sees: step.placements(layouts, strategy).optim"
-            )
+        layout = self.layout_of(path)
+        return random_words(self.key, path, count, x, layout, None if layout is None else Axes(layout.mesh))

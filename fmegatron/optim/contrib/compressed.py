@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
 from fmegatron.optim.clip import GradNorm
 from fmegatron.optim.contrib.codec import Codec
@@ -20,18 +19,17 @@ from fmegatron.tree import ArraySpec, Tree
 def compressed(
     opt: Optimizer,
     rules: Sequence[tuple[str, Format]],
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     *,
     key: int = 0,
 ) -> Optimizer:
     """`opt` with its float32 state stored in the formats that the rules name; its arithmetic stays in float32.
 
         formats = [("adam/m", contrib.int8()), ("adam/v", contrib.int8(root=True)), ("master", contrib.Remainder())]
-        opt = contrib.compressed(optim.adamw(3e-4), formats, layouts, Axes(mesh))
+        opt = contrib.compressed(optim.adamw(3e-4), formats)
 
     A leaf in blocks becomes {"codes": …, "scale": …} at its place in the state; any other keeps path and layout. Wrap
-    the optimizer itself and put guards around: `skip_nonfinite(compressed(adamw(...), ...))`.
+    the optimizer itself and put guards around: `skip_nonfinite(compressed(adamw(...), ...))`. Blocks and random
+    rounding follow the layouts that the parameters know; a leaf that knows none is full.
 
     Args:
         opt: one whose state has a count of its own.
@@ -39,16 +37,13 @@ def compressed(
             without a rule, and all that is not float32 (counts; moments of float64 parameters), stay as they are.
             Formats: `Bfloat16`, `float16`, `float8`, `int8`, `Float32`; for the leaves of "master" `Remainder`,
             `NoMaster`, `Float32` (rules with other formats do not concern them).
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank. Needed for
-            formats with blocks or random rounding on a mesh.
-        axes: Axes(mesh), needed with layouts for random rounding.
         key: of the randomness (`tree.fold_in`); a word depends on key, count, path and global index only.
 
     Raises:
         ValueError: by `init`: a rule that matches nothing (those for a master excepted: there may be none), naming the
-            nearest paths; a format that a leaf cannot have; a split leaf whose format needs layouts that are not given.
+            nearest paths; a format that a leaf cannot have.
     """
-    codec = Codec(FormatTable.of(rules), _layouts_of_state(opt, layouts, axes), axes, key)
+    table = FormatTable.of(rules)
 
     def init(params: Tree) -> Tree:
         state = opt.init(params)
@@ -58,6 +53,7 @@ def compressed(
                 " the optimizer first and the guard after: skip_nonfinite(compressed(adamw(...), rules), ...)"
             )
         require_that_rules_match(rules, tree.paths(state))
+        codec = Codec(table, _layouts_of_state(opt, params), key)
         of_path = dict(zip(tree.paths(params), tree.leaves(params), strict=True))
 
         def one(path: str, leaf: Any) -> Any:
@@ -69,6 +65,7 @@ def compressed(
         return _with_master(tree.map_with_path(one, state), master)
 
     def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+        codec = Codec(table, _layouts_of_state(opt, params), key)
         stored = dict(zip(tree.paths(state.get("master", {})), tree.leaves(state.get("master", {})), strict=True))
 
         def joined(path: str, p: torch.Tensor) -> torch.Tensor | None:
@@ -91,13 +88,11 @@ def compressed(
     return opt._replace(init=init, update=update)
 
 
-def _layouts_of_state(opt: Optimizer, layouts: Tree | None, axes: Axes | None) -> dict[str, Layout] | None:
-    """The layouts of an optimizer's state by path, from those of its parameters."""
-    if layouts is None:
+def _layouts_of_state(opt: Optimizer, params: Tree) -> dict[str, Layout] | None:
+    """The layouts of an optimizer's state by path, from those of its parameters; None where these know none."""
+    if all(isinstance(leaf, torch.Tensor) and tree.layout_of(leaf) is None for leaf in tree.leaves(params)):
         return None
-    if axes is not None:
-        axes.require(layouts, "compressed: layouts")
-    specs = opt.init(tree.map(ArraySpec, tree.layouts(layouts)))
+    specs = opt.init(tree.map(ArraySpec, tree.layouts(params)))
     return dict(zip(tree.paths(specs), tree.leaves(tree.layouts(specs)), strict=True))
 
 

@@ -60,11 +60,6 @@ class FormatTable(NamedTuple):
         return next((form for pattern, form in self.rules if _is_for(form, path) and pattern.search(path)), Float32())
 
 
-def is_random(form: Format) -> bool:
-    """Whether a format rounds at random."""
-    return isinstance(form, NoMaster) or (isinstance(form, Bfloat16) and form.stochastic)
-
-
 def require_that_rules_match(rules: Sequence[tuple[str, Format]], paths: list[str]) -> None:
     """ValueError for a rule of a moment that no path of the state has."""
     for pattern, form in rules:

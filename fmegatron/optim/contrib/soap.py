@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
 from fmegatron.optim.adamw import LearningRate, bias_corrections, checked_betas, scale_by_adam
 from fmegatron.optim.groups import Group, grouped
-from fmegatron.optim.matrices import dealt_layout, in_layout, layouts_by_path
+from fmegatron.optim.matrices import dealt_layout, in_layout, layouts_of
 from fmegatron.optim.muon import is_hidden_matrix
 from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.recorded import recorded
@@ -28,8 +27,6 @@ _RIDGE = 1e-6  # of the mean eigenvalue: keeps the basis of what no gradient has
 @recorded
 def soap(
     learning_rate: LearningRate,
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     *,
     b1: float = 0.95,
     b2: float = 0.95,
@@ -38,16 +35,14 @@ def soap(
     weight_decay: float = 0.1,
     matrices: Where | None = None,
     rules: Sequence[tuple[str, Group]] = (),
-    adam: Transform | None = None,
 ) -> Optimizer:
     """SOAP for the hidden matrices, AdamW for everything else, on any mesh.
 
-    Norms and biases do not decay.
+    Norms and biases do not decay. Parameters know their layouts (specs, and the arrays of a state or a step); a leaf
+    that knows none is full.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
-        axes: Axes(mesh), with layouts.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment and of the preconditioners.
         eps: added to the root of the second moment.
@@ -56,7 +51,6 @@ def soap(
         matrices: the leaves that `scale_by_soap` updates, a function of the path or a list of regular expressions; by
             default `is_hidden_matrix`.
         rules: those of `grouped`.
-        adam: the transform of the other leaves, by default `scale_by_adam(b1, b2, eps)`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
     return grouped(
@@ -64,15 +58,13 @@ def soap(
         rules,
         weight_decay=weight_decay,
         choose=lambda path: "soap" if selects(path) else "adam",
-        soap=scale_by_soap(layouts, axes, b1, b2, eps, max_dim),
-        adam=scale_by_adam(b1, b2, eps) if adam is None else adam,
+        soap=scale_by_soap(b1, b2, eps, max_dim),
+        adam=scale_by_adam(b1, b2, eps),
     )
 
 
 @recorded
 def scale_by_soap(
-    layouts: Tree | None = None,
-    axes: Axes | None = None,
     b1: float = 0.95,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -97,22 +89,21 @@ def scale_by_soap(
     work.
 
     Args:
-        layouts: of the parameters as the optimizer sees them; None: every leaf is full on every rank.
-        axes: Axes(mesh), with layouts.
         b1: decay rate of the first moment, in [0, 1).
         b2: decay rate of the second moment and of L and R, in [0, 1).
         eps: added to the root of the second moment.
         max_dim: a longer side has no basis.
     """
     checked_betas("soap", b1, b2, eps)
-    layout_of = layouts_by_path(layouts, axes, "soap")
 
     def sides(shape: tuple[int, ...]) -> list[str]:
         return [side for side, size in zip(_SIDES, shape[-2:], strict=True) if size <= max_dim]
 
     def init(params: Tree) -> Tree:
+        layouts = layouts_of(params, "soap")
+
         def whole(path: str, leaf: Any) -> Any:
-            layout = layout_of(path, leaf)
+            layout = layouts[path]
             shape = leaf.shape if layout is None else layout.shape
             if len(shape) < 2:
                 raise ValueError(
@@ -134,7 +125,7 @@ def scale_by_soap(
         return {name: value for name, value in state.items() if tree.leaves(value)}
 
     def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
-        del params
+        layouts = layouts_of(params, "soap")
 
         def scalars(dtype: torch.dtype) -> list[torch.Tensor]:
             return [*bias_corrections(b1, b2, count, dtype), (count == 0).to(dtype)]
@@ -144,12 +135,12 @@ def scale_by_soap(
         states = {name: dict(zip(tree.paths(x), tree.leaves(x), strict=True)) for name, x in state.items()}
         out, new = [], {name: {} for name in state}
         for path, g in zip(paths, leaves, strict=True):
-            layout = layout_of(path, g)
+            layout = layouts[path]
             dealt = None if layout is None else dealt_layout(layout)
-            whole = in_layout(g, layout, dealt, axes)
+            whole = in_layout(g, layout, dealt)
             mine = {name: values[path] for name, values in states.items() if path in values}
             direction, changed = _one(whole, mine, scalars_of[g.dtype], b1, b2, eps)
-            out.append(in_layout(direction, dealt, layout, axes))
+            out.append(in_layout(direction, dealt, layout))
             for name, value in changed.items():
                 new[name][path] = value
         filled = {

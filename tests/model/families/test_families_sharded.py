@@ -48,7 +48,7 @@ def test_experts(name, sequence_parallel):
 def assert_proven(decoder, mesh, save="inputs", **others):
     """The train step has no finding and nothing unproven."""
     axes, layouts, optimizer = Axes(mesh), model.layouts(decoder, mesh), optim.adamw(1e-3)
-    train = step.build_train_step(lambda p, b: model.loss(p, b, decoder, layouts, axes, save), optimizer, layouts, axes)
+    train = step.build_train_step(lambda p, b: model.loss(p, b, decoder, axes, save), optimizer, layouts, axes)
     rows = DataParallel().batch_layout((8, 12), torch.int64, mesh)
     batch = {"tokens": rows, "labels": rows, **dict.fromkeys(others, rows)}
     report = step.check(train, step.state_specs(model.specs(decoder, mesh), optimizer), batch)
@@ -84,10 +84,7 @@ def test_copies_compute_what_fused_projections_do():
     w = params["blocks"]["attention"]["wqkv"]
     attention = {"wq": w[..., :32], "wkv": w[..., 32:], "wo": params["blocks"]["attention"]["wo"]}
     other = {**params, "blocks": {**params["blocks"], "attention": attention}}
-    losses = [
-        loss_of(model.loss(p, batch, of, model.layouts(of, mesh), Axes(mesh))[0])
-        for p, of in ((params, fused), (other, copied))
-    ]
+    losses = [loss_of(model.loss(p, batch, of, Axes(mesh))[0]) for p, of in ((params, fused), (other, copied))]
     assert torch.equal(*losses)
 
 
@@ -104,13 +101,13 @@ PACKED = {"plain": {}, "window": {"window": 3}, "softcap, sinks": {"softcap": 2.
 def test_documents_do_not_see_each_other(name):
     """A row of two packed documents gives each the logits that it has alone."""
     of, mesh = tiny(**PACKED[name]), Mesh()
-    params, layouts, axes = model.init(of, mesh, 0), model.layouts(of, mesh), Axes(mesh)
+    params, axes = model.init(of, mesh, 0), Axes(mesh)
     tokens = make_batch(of)["tokens"]
     positions = torch.cat((torch.arange(5), torch.arange(7))).expand(3, -1)
     documents = torch.cat((torch.zeros(5), torch.ones(7))).long().expand(3, -1)
     batch = {"tokens": tokens, "positions": positions, "documents": documents}
-    got = model.read_out(*model.hidden(params, batch, of, layouts, axes)[:3], of, axes)
-    alone = [model.logits(params, part, of, layouts, axes) for part in (tokens[:, :5], tokens[:, 5:])]
+    got = model.read_out(*model.hidden(params, batch, of, axes)[:3], of)
+    alone = [model.logits(params, part, of, axes) for part in (tokens[:, :5], tokens[:, 5:])]
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
 
 
@@ -143,7 +140,7 @@ def test_blocks_with_equal_arrays_share_a_stack_and_those_with_equal_maths_a_com
     monkeypatch.setattr("fmegatron.step.layer.compiled_layer", counted)
     mesh = Mesh()
     params = model.init(gemma, mesh, 0)
-    model.loss(params, make_batch(gemma), gemma, model.layouts(gemma, mesh), Axes(mesh), "inputs")
+    model.loss(params, make_batch(gemma), gemma, Axes(mesh), "inputs")
     assert len(made) == 2  # with windows, and without
 
 

@@ -42,7 +42,7 @@ def test_logits_and_gradients(folder, tmp_path):
     params = tree.map(lambda x: x.requires_grad_(), params)
     tokens = torch.randint(3, 70, (2, 24), generator=torch.Generator().manual_seed(1))
     want = theirs(tokens).logits
-    got = model.logits(params, tokens, decoder, layouts, Axes(ONE))[..., :70]
+    got = model.logits(params, tokens, decoder, Axes(ONE))[..., :70]
     assert off(got, want) < 1e-5
     want.square().mean().backward()
     grads = torch.autograd.grad(got.square().mean(), tree.leaves(params), materialize_grads=True)
@@ -70,7 +70,7 @@ def test_generation_equals_the_growing_prompt(folder):
     prompt, axes = torch.tensor([[5, 9, 17, 3, 40, 8, 11, 2]]), Axes(ONE)
     text = prompt
     for _ in range(6):
-        scores = model.logits(params, text, decoder, layouts, axes)[:, -1, : decoder.vocab_size]
+        scores = model.logits(params, text, decoder, axes)[:, -1, : decoder.vocab_size]
         text = torch.cat((text, scores.argmax(-1, keepdim=True)), 1)
-    writer = model.inference(params, decoder, layouts, axes)
+    writer = model.inference(params, decoder, axes)
     assert torch.equal(model.generate(writer, prompt, 6, temperature=0), text[:, 8:])

@@ -34,9 +34,7 @@ def config(layers: int = LAYERS, **changes) -> model.Decoder:
 def train_step(of: model.Decoder, mesh: Mesh, save="mincut", reshard=None, strategy=None, **options):
     """The usual step, its weights gathered for use. strategy: a DataParallel; None: as the model's rules say."""
     layouts, axes = model.layouts(of, mesh, strategy=strategy), Axes(mesh)
-    of_parts = functools.partial(
-        model.loss, decoder=of, layouts=layouts, axes=axes, save=save, reshard_after_forward=reshard
-    )
+    of_parts = functools.partial(model.loss, decoder=of, axes=axes, save=save, reshard_after_forward=reshard)
 
     def loss(params, batch):
         """Of a count that is a number, so that nothing but what is looked at here is sent."""
