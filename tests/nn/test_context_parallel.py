@@ -36,7 +36,7 @@ def order_for(form, mesh):
 
 
 # ---- proofs ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("case, masks", few(6, CASES, [f"{f}-{m}-{masks}" for (f, m), masks in CASES]))
+@pytest.mark.parametrize("case, masks", few(4, CASES, [f"{f}-{m}-{masks}" for (f, m), masks in CASES]))
 def test_equal_to_one_rank(case, masks):
     """Documents begin inside of a rank's part; that of the second row begins where the next rank's part does."""
     (form, mesh), (packed, window) = case, MASKS[masks]

@@ -86,7 +86,7 @@ DECODERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "name", "microbatches", "changes"), few(3, DECODERS))
+@pytest.mark.parametrize(("mesh", "name", "microbatches", "changes"), few(2, DECODERS))
 def test_the_standard_step_of_a_decoder(mesh, name, microbatches, changes):
     strategy, optimizer = DataParallel.named(name), optim.adamw(1e-2)
 
