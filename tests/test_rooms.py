@@ -1,6 +1,7 @@
 """The order of the rooms: imports go upwards only, stand at the top of files, and no drawer takes what has no place."""
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,9 +45,14 @@ def imported(node: ast.AST) -> list[str]:
 def imports(*folders: str) -> Iterator[tuple[Path, int, str]]:
     """(file, line, dotted name) of every import in the files of these folders."""
     for path in sources(*folders):
-        for node in ast.walk(syntax(path)):
-            for name in imported(node):
-                yield path, node.lineno, name
+        for line, name in imports_of(path):
+            yield path, line, name
+
+
+@functools.cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
+    """(line, dotted name) of every import in a file."""
+    return tuple((node.lineno, name) for node in ast.walk(syntax(path)) for name in imported(node))
 
 
 def room_of(path: Path) -> str | None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from tests import sampling
 from tests.house import ROOT
 
 DAYS = 3
-# A test run in a process whose clocks are ahead: what time and datetime say, read before anything else is imported.
+# A test run in a process whose clocks are ahead: what time and datetime say, before pytest or a test is imported.
 PROGRAM = """
 import datetime, sys, time
 
@@ -42,19 +41,18 @@ class LaterDate(datetime.date):
 if seconds:
     datetime.datetime, datetime.date = Later, LaterDate
 
+assert not {"pytest", "tests.conftest", "tests.pairs", "tests.sampling"} & set(sys.modules)
 import pytest
 
 sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
 """
 
 
-def collected(days, *paths):
+def collected(python, days, *paths):
     """The names of the tests that a run with these arguments would run, with clocks ahead by so many days."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(days), *paths],
-        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM, str(days), *paths]
+    done = python.run(command, cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)})
     names = [line for line in done.stdout.splitlines() if "::" in line]
     assert done.returncode == 0 and names, done.stdout[-2000:] + done.stderr[-2000:]
     return names
@@ -67,20 +65,20 @@ FOLDERS = [  # the first has products, a few of many, long tests and drawn seeds
 
 
 @pytest.mark.parametrize("paths", FOLDERS)
-def test_the_clock_chooses_nothing(paths):
-    assert collected(0, *paths) == collected(DAYS, *paths)
+def test_the_clock_chooses_nothing(python, paths):
+    assert collected(python, 0, *paths) == collected(python, DAYS, *paths)
 
 
-def test_a_clock_that_chooses_is_seen(tmp_path):
+def test_a_clock_that_chooses_is_seen(python, tmp_path):
     """What draws by day, as tests did until 2026-11: the comparison above tells the two days apart."""
     (tmp_path / "conftest.py").write_text("")
-    file = tmp_path / "test_by_day.py"
-    for day in ("time.time() // 86400", "time.localtime().tm_yday", "datetime.date.today().toordinal()"):
-        file.write_text(
-            "import datetime, time\n\nimport pytest\n\n\n"
-            f"@pytest.mark.parametrize('day', [int({day})])\ndef test_day(day):\n    pass\n"
-        )
-        assert collected(0, str(file)) != collected(DAYS, str(file)), day
+    days = ("time.time() // 86400", "time.localtime().tm_yday", "datetime.date.today().toordinal()")
+    file, text = tmp_path / "test_by_day.py", "import datetime, time\n\nimport pytest\n"
+    for i, day in enumerate(days):
+        text += f"\n\n@pytest.mark.parametrize('day', [int({day})])\ndef test_day{i}(day):\n    pass\n"
+    file.write_text(text)
+    now, later = collected(python, 0, str(file)), collected(python, DAYS, str(file))
+    assert len(now) == len(later) == len(days) and not set(now) & set(later)
 
 
 def test_seeds_are_those_of_the_run(monkeypatch):
@@ -130,7 +128,7 @@ def test_long_alone():
 
 
 @pytest.fixture
-def draws(tmp_path):
+def draws(python, tmp_path):
     """A module of tests whose conftest is that of these tests; run(flags) -> output."""
     path = tmp_path / "test_drawing.py"
     path.write_text(f"import pytest\n{DRAWS}")
@@ -140,10 +138,8 @@ def draws(tmp_path):
     settings = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
 
     def run(*flags):
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *settings, *flags, path.name],
-            cwd=tmp_path, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-q", *settings, *flags, path.name]
+        done = python.run(command, cwd=tmp_path, env=environment)
         return done.stdout + done.stderr
 
     return run

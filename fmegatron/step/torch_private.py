@@ -1,4 +1,4 @@
-"""Every private name of torch that step and testing use, in one place. Tried on torch 2.11 and 2.13.
+"""Every private name of torch that step and testing use, in one place. Tried on torch 2.11, 2.13 and 2.14.
 
 Nothing else in the room imports from a module with a leading underscore; when torch moves something, it is mended here.
 """
@@ -136,11 +136,15 @@ def write_code(module: torch.fx.GraphModule) -> None:
 
 
 def make_fx(function, **settings):
-    """torch's make_fx, whose module writes its code when it is first called (`graph_module_of`)."""
+    """torch's make_fx, whose module writes its code when it is first called (`graph_module_of`). What detaches is
+    `aten.detach` in its graph, as torch before 2.14 has it; from then on torch writes `aten.alias` there."""
 
     def traced(*args):
         with _use_lazy_graph_module(True):
-            return _make_fx(function, **settings)(*args)
+            module = _make_fx(function, **settings)(*args)
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+            node.target = torch.ops.aten.detach.default
+        return module
 
     return traced
 

@@ -68,16 +68,13 @@ def test_uneven_nodes():
 
 
 @pytest.mark.long
-def test_two_tasks_meet(tmp_path):
+def test_two_tasks_meet(python):
     ranks = []
     for rank in range(2):
         own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": str(os.getpid())}
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM], env={**clean, **TASK, **own}, stdout=subprocess.PIPE, text=True
-            )
-        )
+        how = {"env": {**clean, **TASK, **own}, "stdout": subprocess.PIPE, "text": True}
+        ranks.append(python.popen([sys.executable, "-c", PROGRAM], **how))
     texts = [process.communicate(timeout=200)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]
     for rank, text in enumerate(texts):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from experiments.by_hand import Config, describe, main
-from fmegatron import checkpoint, step, tree
+from fmegatron import checkpoint, tree
 from fmegatron.layout import Mesh
-from fmegatron.testing import assert_parity
 from tests.code_lines import code_lines
 from tests.house import ROOT
+from tests.step.proven import proven_and_equal
 
 MESHES = [Mesh(dp=2), Mesh(fsdp=2), Mesh(dp=2, fsdp=2)]
 SMALL = {"steps": 12, "dtype": "float64", "backend": "eager"}
@@ -20,12 +20,11 @@ SMALL = {"steps": 12, "dtype": "float64", "backend": "eager"}
 def test_simulated_ranks_compute_what_one_computes(mesh):
     config = Config(mesh, dtype="float64")
     _, specs, rows = describe(config)
-    assert step.check(*describe(config)).ok
     state = tree.init(describe(dataclasses.replace(config, mesh=Mesh())).state, key=0, rank=0)
     draw = torch.Generator().manual_seed(0)
     batch = tree.map(lambda layout: torch.randint(0, 256, layout.shape, generator=draw), rows)
     layouts = tree.layouts(specs)
-    assert_parity(
+    proven_and_equal(
         lambda m: describe(Config(m, dtype="float64")), mesh, state, batch,
         layouts=(layouts, rows), out_layouts=(layouts, None), steps=3,
     )  # fmt: skip

@@ -1,5 +1,8 @@
 """make demo, in small: both halves as processes, the table, the picture."""
 
+import subprocess
+import types
+
 import pytest
 
 from experiments import demo
@@ -8,7 +11,11 @@ from tests.experiments.test_shakespeare import SMALL
 
 
 @pytest.mark.long
-def test_demo(tmp_path, capfd):
+def test_demo(python, tmp_path, capfd, monkeypatch):
+    """The first half is a torchrun as users have it, one of whose ranks is stopped; what follows is forked."""
+    starts = iter([subprocess.Popen])
+    forked = types.SimpleNamespace(Popen=lambda *args, **how: next(starts, python.popen)(*args, **how))
+    monkeypatch.setattr(demo, "subprocess", forked)
     small = {name: value for name, value in SMALL.items() if name != "steps"}
     flags = tuple(flags_of({**small, "eval_every": 1000}))
     meshes = {"first": "fsdp=2", "second": "fsdp=1"}  # four ranks: test_shakespeare.py

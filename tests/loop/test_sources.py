@@ -5,7 +5,6 @@ import os
 import random
 import shlex
 import string
-import subprocess
 import sys
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -288,10 +287,10 @@ app.run(main, flags_parser=lambda argv: flags.FLAGS(argv, known_only=True))
 
 
 @pytest.mark.long
-def test_under_absl_app(tmp_path):
+def test_under_absl_app(python):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", APP, "--own=mine", "--steps=1e3", "--verbosity=-1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = python.run(command, env=environment, timeout=300)
     assert done.stdout == "1000 mine\n", done.stderr
 
 

@@ -11,13 +11,14 @@ import torch
 from fmegatron import checkpoint, model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.testing import assert_parity, join, relative_error, simulate, split
+from fmegatron.testing import join, relative_error, simulate, split
 from tests.definition import loss_of
 from tests.model import settings
 from tests.model.test_mamba import hybrid
 from tests.model.test_mtp import further
 from tests.model.test_reference import tiny
 from tests.pairs import few
+from tests.step.proven import proven_and_equal
 from tests.step.tiny import SCALAR
 
 ZERO3, HSDP = DataParallel.zero3(), DataParallel.hsdp()
@@ -126,11 +127,10 @@ def cases(*names):
 # ---- on meshes -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("case", cases("all at once", "experts"))
 def test_proven_and_equal_to_one_rank(case):
-    report, specs = case.check(), case.state_specs()
-    assert report.ok and not report.unproven, report
+    specs = case.state_specs()
     state = tree.init(case.state_specs(case.one), 0, 0)
     layouts = (tree.layouts(specs), case.rows)
-    found = assert_parity(case.train_step, case.mesh, state, case.batch, layouts=layouts, steps=2, floor=1e-12)
+    found = proven_and_equal(case.train_step, case.mesh, state, case.batch, layouts=layouts, steps=2, floor=1e-12)
     assert found.worst[1] < 1e-10
     before = dict(zip(tree.paths(state.params), tree.leaves(state.params), strict=True))
     moved = {p for p, x in before.items() if not torch.equal(x, found.sharded.gather(f"0/params/{p}"))}

@@ -12,10 +12,10 @@ import torch
 
 from fmegatron import model, step, tree
 from fmegatron.layout import Mesh
-from fmegatron.testing import assert_parity
 from tests import pairs, sampling
 from tests.model import settings
 from tests.pairs import few
+from tests.step.proven import proven_and_equal
 
 TRIPLES = 12  # of them in `make test-all`
 
@@ -23,9 +23,7 @@ TRIPLES = 12  # of them in `make test-all`
 def assert_equal_and_proven(case, steps=3):
     of = settings.made(case)
     specs, rows = settings.specs_of(of, of.mesh), settings.rows_of(of, settings.batch_of(case))
-    report = step.check(settings.train_step(of.mesh, of), specs, rows)
-    assert report.ok and not report.unproven, f"{case}\n{report}"
-    found = assert_parity(
+    found = proven_and_equal(
         functools.partial(settings.train_step, of=of), of.mesh, settings.state_of(of),
         functools.partial(settings.batch_of, case), layouts=(tree.layouts(specs), rows), steps=steps, floor=1e-12,
     )  # fmt: skip

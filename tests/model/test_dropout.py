@@ -14,6 +14,7 @@ from fmegatron.model.draws import draws_of, dropped
 from fmegatron.testing import assert_parity, relative_error, simulate
 from tests.model.test_reference import leaves_that_differ
 from tests.pairs import few
+from tests.step.proven import proven_and_equal
 
 ROWS, SEQ, VOCAB, OPTIMIZER = 16, 16, 46, optim.sgd(0.1, momentum=0.9)
 DATA = ("dp", "fsdp", "ep")
@@ -111,10 +112,8 @@ def test_equal_to_one_rank_and_proven(name):
     batch = functools.partial(batch_of, packed, zigzag)
     rows = {k: HSDP.batch_layout(tuple(x.shape), x.dtype, mesh, n) for k, x in batch().items()}
     specs, state = specs_of(mesh, of), state_of(of)
-    if of.mtp is None:  # its labels ahead are padded in the step
-        report = step.check(train_step(mesh, of, n, save), specs, rows)
-        assert report.ok and not report.unproven, str(report)
-    found = assert_parity(
+    equal = proven_and_equal if of.mtp is None else assert_parity  # its labels ahead are padded in the step
+    found = equal(
         lambda m: train_step(m, of, n, save), mesh, state, lambda i: batch(i=i), layouts=(tree.layouts(specs), rows),
         steps=2, floor=1e-12,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from fmegatron import model, nn, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.testing import relative_error, simulate
+from tests.pairs import each_value
 
 B, S, V = 4, 8, 48
 SIZES = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_seq": S, "vocab_multiple": 8}
@@ -28,8 +29,10 @@ def batch_of_all():
     return {"tokens": tokens, "labels": torch.where(torch.rand(B, S, generator=g) < 0.2, -100, labels)}
 
 
-@pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=3), Mesh(dp=2, tp=2)], ids=str)
+MESHES = [Mesh(), Mesh(tp=2), Mesh(dp=3), Mesh(dp=2, tp=2)]
+
+
+@pytest.mark.parametrize(("name", "mesh"), each_value(DECODERS, MESHES, ids=[str, str]))
 def test_they_are_minus_the_log_softmax(name, mesh):
     """A label below 0 is not left out: it is token 0, whose loss whoever sums leaves out."""
     if mesh.extent("dp") == 3:

@@ -10,6 +10,7 @@ from fmegatron import nn, step, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import assert_parity
+from tests.pairs import each_value
 
 D, F, R = 6, (4, 8), 2
 
@@ -134,8 +135,7 @@ def gradients(mesh, save):
     return run
 
 
-@pytest.mark.parametrize("save", ["mincut", None])
-@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(fsdp=2, tp=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "save"), each_value([Mesh(tp=2), Mesh(fsdp=2, tp=2)], ["mincut", None]))
 def test_in_a_stack_of_one_s_own_factors_are_summed_over_tp(mesh, save):
     generator = torch.Generator().manual_seed(1)
     params = tree.map(lambda of: torch.randn(of.shape, generator=generator).to(of.dtype) / 3, layouts_on(Mesh()))

@@ -12,7 +12,6 @@ from fmegatron import tree
 from fmegatron.step import jit
 from fmegatron.testing import assert_pure, relative_error
 from tests.fresh_state import fresh_state
-from tests.pairs import few
 from tests.step import tiny
 
 CALLS = 10
@@ -102,7 +101,7 @@ COMPILED = [(*case, "inductor") for case in POLICIES]
     [
         *((*case, "aot_eager") for case in POLICIES),
         COMPILED[1],
-        *few(1, [case for case in COMPILED if case != COMPILED[1]]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED if case != COMPILED[1]),
     ],
 )
 def test_policies(save, microbatches, backend):

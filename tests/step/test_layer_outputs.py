@@ -13,7 +13,6 @@ from fmegatron.collectives import Axes, declare, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import (
     build_train_step,
-    check,
     compiled_layer,
     jit,
     layers,
@@ -23,9 +22,9 @@ from fmegatron.step import (
     value_and_grad,
 )
 from fmegatron.step.graph.nodes import entry_of
-from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
 from tests.step import tiny
+from tests.step.proven import proven_and_equal
 from tests.step.test_layers import layouts_on
 
 
@@ -163,9 +162,8 @@ def test_on_a_mesh(how):
     state = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER)
     at = tree.layouts(state_specs(tree.map(lambda x: tree.ArraySpec(x), layouts), tiny.OPTIMIZER))
     rows = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh, (Axes(mesh).data,)), tiny.mlp_batch(rows=16))
-    report = check(train_step(mesh, **how), at, rows)
-    assert report.ok, str(report)
-    assert_parity(lambda m: train_step(m, **how), mesh, state, tiny.mlp_batch(rows=16), layouts=(at, rows), steps=2)
+    given = state, tiny.mlp_batch(rows=16)
+    proven_and_equal(lambda m: train_step(m, **how), mesh, *given, layouts=(at, rows), steps=2)
 
 
 def test_steps_that_donate_have_the_same_losses():

@@ -24,7 +24,7 @@ LISTS = (
     (exchanges, of_exchanges.MUTANTS),
 )
 ALL = [(step, mutant) for step, mutants in LISTS for mutant in mutants]
-DEFAULT = 8  # the full list with the slow tests
+DEFAULT = 5  # the full list with the slow tests
 RIGHT = [(step, of) for step, _ in LISTS for of in getattr(step, "STEPS", ("",))]
 
 

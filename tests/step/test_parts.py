@@ -28,7 +28,7 @@ POSSIBLE = [
 
 
 # ---- equal to the definition -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "mesh", "n"), few(16, POSSIBLE))
+@pytest.mark.parametrize(("name", "mesh", "n"), few(10, POSSIBLE))
 def test_it_is_the_definition(name, mesh, n):
     worst, report = compared(name, MESHES[mesh], n)
     assert worst <= 1e-12 and report.ok, str(report)

@@ -12,6 +12,7 @@ from fmegatron.collectives import Axes, all_to_all, all_to_all_rows, connect, de
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import bytes_sent, check, collectives_of, jit, symbolic_nodes, trace, value_and_grad
 from fmegatron.testing import parity, simulate, split
+from tests.pairs import each_value
 
 T, D, E = 24, 6, 4
 DATA = ("dp", "ep")
@@ -77,8 +78,10 @@ def make_step(mesh, room=None, fault=""):
 MESHES = [Mesh(dp=1, ep=2), Mesh(dp=1, ep=4), Mesh(dp=2, ep=2), Mesh(dp=4, ep=1)]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("skew", [0.0, 5.0], ids=["spread", "one expert has nearly all"])
+SKEWS = {0.0: "spread", 5.0: "one expert has nearly all"}
+
+
+@pytest.mark.parametrize(("mesh", "skew"), each_value(MESHES, SKEWS, ids=[str, SKEWS]))
 def test_equal_to_one_rank(mesh, skew):
     found = parity(make_step, mesh, *values(skew), layouts=layouts(mesh), steps=2)
     assert found.ok, str(found)

@@ -43,7 +43,7 @@ def asked(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_nothing_is_asked_of_a_leaf(backend, asked):
     step, x = jit(update, donate=0, backend=backend), torch.ones(2)
     looked, whole = begin(), begin()

@@ -11,8 +11,8 @@ from experiments import by_hand
 from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.testing import assert_parity
 from tests.pairs import few
+from tests.step.proven import proven_and_equal
 
 F64 = torch.float64
 
@@ -54,11 +54,10 @@ def decoder_step(mesh, optimizer, strategy, microbatches, **changes):
 
 def assert_proven(describe, mesh, batch, rows):
     made = describe(mesh)
-    assert step.check(*made).ok, str(step.check(*made))
     one = Mesh(**dict.fromkeys(mesh.names, 1))
     state = tree.init(describe(one).state, 0, 0)
     layouts = tree.layouts(made.state), rows
-    assert_parity(describe, mesh, state, batch, layouts=layouts, out_layouts=(layouts[0], None), steps=3)
+    proven_and_equal(describe, mesh, state, batch, layouts=layouts, out_layouts=(layouts[0], None), steps=3)
 
 
 MESHES = [
@@ -87,7 +86,7 @@ DECODERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "name", "microbatches", "changes"), few(3, DECODERS))
+@pytest.mark.parametrize(("mesh", "name", "microbatches", "changes"), few(2, DECODERS))
 def test_the_standard_step_of_a_decoder(mesh, name, microbatches, changes):
     strategy, optimizer = DataParallel.named(name), optim.adamw(1e-2)
 
