@@ -158,7 +158,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                         run.metrics = dict(info.metrics)
                     own.check_metrics(info.metrics)
                 if lead and first and info.step == run.start + 1:
-                    print(memory(run.policies.planned_bytes, world.device, info.seconds), flush=True)
+                    print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
                     _compare(run, info)
                 evaluates = bool(run.evaluations) and (info.last or info.step % run.options.log.eval_every == 0)
