@@ -26,7 +26,7 @@ from fmegatron.step import Description, State
 
 NEAR = 0.5  # of the limit: from here on formulas are not trusted
 _MOST_RANKS = 1024  # of meshes that are tried where none of as many ranks fits
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
 
 
 def planned_bytes(
@@ -55,11 +55,11 @@ def planned_bytes(
         return peak
     mesh = described_mesh(described)
     fix = "give that of this step" if options.planned_bytes else _another(describe, mesh, limit)
+    where = f"on each rank of {mesh}" if mesh.size > 1 else "on one rank"
     largest = "; ".join(f"{plan.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3])
     raise UsageError(
-        f"memory: got a step that takes {plan.in_mib(peak)} {f'on each rank of {mesh}' if mesh else 'on one rank'} "
-        f"({how}), wanted at most {plan.in_mib(limit)}, {of}. The largest parts: {largest}; {fix}, or "
-        "--run.memory.plan=off"
+        f"memory: got a step that takes {plan.in_mib(peak)} {where} ({how}), wanted at most {plan.in_mib(limit)}, {of}."
+        f" The largest parts: {largest}; {fix}, or --run.memory.plan=off"
     )
 
 
@@ -89,9 +89,9 @@ def resident_bytes() -> int:
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def container_bytes(root: Path = _CGROUPS, groups: Path = Path("/proc/self/cgroup")) -> int | None:
+def container_bytes(root: str | Path = _CGROUPS, groups: str | Path = _OWN_GROUPS) -> int | None:
     """The least limit of the cgroups that this process is in, of version 1 or 2; None without any."""
-    return min(_limits(root, groups), default=None)
+    return min(_limits(Path(root), Path(groups)), default=None)
 
 
 def _limits(root: Path, groups: Path) -> Iterator[int]:
