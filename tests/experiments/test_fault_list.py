@@ -24,7 +24,7 @@ from tests.house import ROOT
 STEPS = 12
 SMALL_RUN = {"steps": STEPS, "save_every": 3, "log_every": 1, "mesh": "fsdp=2"}
 STOPPED_S = 2
-ENDING = "kill:rank=1,step=5", "nan:rank=0,step=8", "exit:rank=1,step=9"
+ENDING = "kill:rank=1,step=5", "nan:rank=0,step=8", "exit:rank=1,step=11"
 SHAKESPEARE = {**SMALL, **SMALL_RUN, "backend": "aot_eager", "eval_every": 100, "prompts": ""}
 
 
@@ -72,13 +72,15 @@ def ended(job, seconds=900):
     return process.returncode, *texts
 
 
-def process_of_rank(pid, rank):
-    """The process that torchrun has started for a rank."""
+def stopped_process(pid):
+    """The one of those that torchrun has started, or that they have, which is stopped."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-                return int(child)
-    raise AssertionError(f"no process has RANK={rank}")
+        for child in map(int, children.read_text().split()):
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            found = child if state == "T" else stopped_process(child)
+            if found is not None:
+                return found
+    return None
 
 
 def losses(run):
@@ -160,7 +162,9 @@ def test_two_runs_in_one_folder(job, tmp_path):
     status, _, err = ended(job())
     assert status != 0 and err.partition("ChildFailedError")[0].count("Traceback") == 1  # torchrun's own
     assert re.search(rf"rank 0 of 2 failed: ClaimedError: .*{socket.gethostname()}.*; wait until it ends, end it", err)
-    os.kill(process_of_rank(first[0].pid, 0), signal.SIGCONT)
+    stopped = stopped_process(first[0].pid)
+    assert stopped is not None, "rank 0 is stopped"
+    os.kill(stopped, signal.SIGCONT)
     status, _, err = ended(first)
     assert status == 0, err
     assert_as_if_nothing_had_happened(tmp_path / "run", 0)
