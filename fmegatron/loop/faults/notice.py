@@ -25,6 +25,7 @@ from fmegatron.loop.signals import told_to_end
 POLL_SECONDS = 0.5
 MEET_SECONDS = 1.0  # how long one that ends waits for the ranks to have met here
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
+FIRST_SECONDS = 1.0  # how much later those end that ended because of another
 TOLD_SECONDS = 5.0  # how long one that has said why it ends waits for the others to have
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
 # What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
@@ -116,11 +117,11 @@ class Faults:
         """Whether the thread that asks is the first of this rank that ends it: no other says anything more."""
         return self._ends.acquire(blocking=False)
 
-    def all_told(self) -> None:
-        """Note that this rank has said why it ends, and wait until all have.
+    def all_told(self, first: bool) -> None:
+        """Note that this rank has said why it ends, and wait until all have; then the one that failed first ends first.
 
         A launcher that sees one rank end sends SIGTERM to the others, which ends them on the spot: those that have not
-        spoken yet would never.
+        spoken yet would never, and the one whose end it saw is the one that it reports. first: whether this one failed.
         """
         if self._board is None:
             return
@@ -129,6 +130,8 @@ class Faults:
             keys, until = [f"told/{rank}" for rank in range(self.place.size)], time.monotonic() + TOLD_SECONDS
             while not self._board.check(keys) and time.monotonic() < until:
                 time.sleep(POLL_SECONDS / 10)
+        if not first:
+            time.sleep(FIRST_SECONDS)
 
     def told(self) -> str | None:
         """`reason()`, None also where the board cannot be read."""
@@ -173,7 +176,7 @@ def watch(place: Place) -> Iterator[Faults | None]:
                 return
             if reason and not done.is_set() and faults.speaks():
                 say(f"rank {place.rank} ends because another failed: {reason}")
-                faults.all_told()
+                faults.all_told(first=False)
                 end("")
 
     thread = threading.Thread(target=look, name="faults", daemon=True)
@@ -209,7 +212,7 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     def leave(message: str) -> None:
         say(message)
         if faults and faults.told():  # of one that was killed nothing comes
-            faults.all_told()
+            faults.all_told(first=first == own)
         end("", status)
 
     own, lost = f"rank {place.rank}: {_said(error)}", lost_peer(error)
