@@ -6,17 +6,19 @@ import itertools
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.loop.deterministic import deterministic
+from fmegatron.loop.effects import named_metrics, require_metrics
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
 from fmegatron.loop.losses import BadLoss, RollBack, RunAgain
 from fmegatron.loop.meter import Meter
+from fmegatron.loop.metrics import fetch
 from fmegatron.loop.reading import Begun, Reading, own_part
 from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
@@ -43,16 +45,21 @@ class _Attempts:
         self.back_to: int | None = None
         self.newest = reading.begin(0, 0)  # the data of the newest attempt
         self.skip: tuple[tuple[int, int], ...] = ()
-        self.asked = False
+        self.checked = False
 
-    def ask_of_metric(self, logged: Any) -> None:
-        """Once, when all kinds of records were made: warn of a metric that is to end the run and is in none."""
+    def check_metrics(self, logged: Mapping[str, float]) -> None:
+        """Behind the first update of the process: raise for an option that names a metric which there is not.
+
+        Evaluates for it where the name is none of the step's.
+        """
         run = self.run
-        if self.asked or not logged or (run.evaluations and not run.metrics):
+        if self.checked:
             return
-        self.asked = True
-        if run.world.rank == 0 and (text := run.options.until.unknown({**logged, **run.metrics})):
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        self.checked, names = True, {**logged, **run.metrics}
+        if run.evaluations and any(name not in names for _, name in named_metrics(run.options)):
+            with _section(self.pulse, "evaluation"):
+                names |= run.evaluate()
+        require_metrics(run.options, names)
 
 
 def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[StepInfo]:
@@ -114,7 +121,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             with _section(pulse, "evaluation"):
                 run.metrics = run.evaluate()
             log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
-        times, step = None, observed.around(_told(pulse, data, run.step), run.start)
+        times, step = None, inject.slowed(observed.around(_told(pulse, data, run.step), run.start))
         if run.options.log.straggler_ratio is not None and world.size > 1:
             times = Stragglers(world, run.folder / "ranks.jsonl", run.options.log.straggler_ratio)
             step = times.timed(step)
@@ -147,20 +154,21 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                         times.forget() if info.step == run.start + 1 else times.log(info.step, info.waited)
                     if not run.evaluations:
                         run.metrics = dict(info.metrics)
+                    own.check_metrics(info.metrics)
                 if lead and first and info.step == run.start + 1:
-                    print(memory(run.policies.planned_bytes, world.device, info.seconds), flush=True)
+                    print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
                     _compare(run, info)
+                evaluates = bool(run.evaluations) and (info.last or info.step % run.options.log.eval_every == 0)
+                first_evaluates = saves.is_chosen_by_evaluation(info)
+                if first_evaluates:
+                    _evaluate(own, info, log, meter)
                 with meter.section("save"):
                     saves.due(info)
                 _record_saves(manager, log, events)
-                if run.evaluations and (info.last or info.step % run.options.log.eval_every == 0):
-                    with _section(pulse, "evaluation"), meter.section("evaluation"):
-                        inject("evaluation", info.step, info.state)
-                        run.metrics = run.evaluate()
-                    log(info.step, run.metrics)
+                if evaluates and not first_evaluates:
+                    _evaluate(own, info, log, meter)
                 if stop.signal is None:
-                    own.ask_of_metric(info.metrics)
                     known, look = {**info.metrics, **run.metrics}, lead and bool(info.metrics)
                     stop.signal = run.options.until.reached(known, time.monotonic() - run.began, look)
                 pulse.enter("caller")
@@ -178,6 +186,14 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         pulse.enter("end")
         manager.close()  # finishes the saves in the background that the last one, which is waited for, has overtaken
         _record_saves(manager, log, events)
+
+
+def _evaluate(own: _Attempts, info: StepInfo, log: Loggers, meter: Meter) -> None:
+    """All evaluations, and their record."""
+    with _section(own.pulse, "evaluation"), meter.section("evaluation"):
+        own.inject("evaluation", info.step, info.state)
+        own.run.metrics = own.run.evaluate()
+    log(info.step, own.run.metrics)
 
 
 def _record_saves(manager: checkpoint.Manager, log: Loggers, events: Events) -> None:
@@ -241,10 +257,19 @@ class _Saves:
     def __init__(self, own: _Attempts, claim, data: Begun):
         self.own, self.claim, self.data, self.pending = own, claim, data, None
 
+    def whole(self, info: StepInfo) -> bool:
+        """Whether a checkpoint is due after this update."""
+        return info.last or info.save or info.step % self.own.run.options.save.every == 0
+
+    def is_chosen_by_evaluation(self, info: StepInfo) -> bool:
+        """Whether one is due that stays if an evaluation is good: it is made first."""
+        best, run = self.own.run.options.save.keep_best, self.own.run
+        return best is not None and bool(run.evaluations) and best[0] not in info.tensors and self.whole(info)
+
     def due(self, info: StepInfo) -> None:
         """Save what is due after this update."""
         own, run = self.own, self.own.run
-        whole = info.last or info.save or info.step % run.options.save.every == 0
+        whole = self.whole(info)
         near = run.local is not None and info.step % run.options.save.local.every == 0
         near = near and not (
             whole and (info.last or not run.options.save.in_background)
@@ -265,13 +290,22 @@ class _Saves:
             if whole:
                 wait = info.last or not run.options.save.in_background
                 with self._warned(info):
-                    run.manager.save(info.step, info.state, run.specs, known, finite=finite, wait=wait)
+                    rated = self._rated(info)
+                    run.manager.save(info.step, info.state, run.specs, known, metrics=rated, finite=finite, wait=wait)
                 own.inject("flight", info.step, info.state)
 
     def abandon(self) -> None:
         """An attempt ends: a replica that does not count yet will not."""
         if self.pending is not None:
             self.pending.abandon()
+
+    def _rated(self, info: StepInfo) -> dict[str, float] | None:
+        """By what the best checkpoints are kept: the step's own metric, or that of the evaluation of just now."""
+        best = self.own.run.options.save.keep_best
+        if best is None:
+            return None
+        of_step = fetch({best[0]: info.tensors[best[0]]}) if best[0] in info.tensors else self.own.run.metrics
+        return {best[0]: of_step[best[0]]}
 
     @contextmanager
     def _warned(self, info: StepInfo) -> Iterator[None]:

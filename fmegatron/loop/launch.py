@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import sys
+import types
 import typing
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,7 @@ from fmegatron.loop.config import Config, T, UsageError
 from fmegatron.loop.experiment import Experiment
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import parse
+from fmegatron.loop.reading import READS
 
 
 @typing.overload
@@ -28,7 +30,10 @@ def launch(
 ) -> T | dict[str, float]:
     """Run an experiment with the flags of the command line, on this process as one rank, and return its last metrics.
 
-    main: the `Experiment`, or a function of a config, whose result is returned (a loop by hand).
+    main: the `Experiment`, or a function of a config, whose result is returned: for programs that are not one run.
+        `experiments/moe.py` trains two and compares them, `demo.py` starts torchrun, `by_hand.py` writes the loop out;
+        they have flags, ranks and failures as an experiment has them, and no step, data or run for one to describe.
+        `launch(experiment)` is this form: `launch(lambda config: experiment(config).metrics, experiment.Config)`.
     config: of a function: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
     argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
 
@@ -59,6 +64,8 @@ def launch(
                 faults.leave("returned from main")
             return result
         except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if any(note.startswith(READS) for note in getattr(error, "__notes__", ())):
+                error = _without_own_frames(error)
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
             leaves, claimed = isinstance(error, SystemExit), isinstance(error, ClaimedError)
             own = _status(error) if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
@@ -74,11 +81,23 @@ def launch(
                 hint = "\nTry --help." if usage else ""
                 print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
                 raise SystemExit(status) from None
-            raise
+            raise error
 
 
 def _trained(experiment: Experiment, config: Config) -> dict[str, float]:
     return experiment(config).metrics
+
+
+def _without_own_frames(error: BaseException) -> BaseException:
+    """The error, whose traceback has the frames of others alone: what led to a line of the user's own, and it."""
+    own, trace, found = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, error.__traceback__, None
+    kept = []
+    while trace is not None:
+        kept += [] if trace.tb_frame.f_code.co_filename.startswith(own) else [trace]
+        trace = trace.tb_next
+    for one in reversed(kept):
+        found = types.TracebackType(found, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return error.with_traceback(found)
 
 
 def _status(error: SystemExit) -> int:

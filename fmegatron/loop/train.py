@@ -102,7 +102,7 @@ def train(
         world: the running ranks, None for one.
         bad: what follows on losses that are not finite, too high, or do not move.
         pulse: is kept informed which section of the run this rank is in (`faults.watched`).
-        inject: faults that are to happen.
+        inject: faults that are to happen; one that is "slow" is felt in `inject.slowed(step)`.
 
     Raises:
         ValueError: settings that make no sense, and what is no source.
