@@ -70,7 +70,8 @@ def layers(
     axes.require(layouts, "layers")
     of_one = tree.map_with_path(_of_one_layer, layouts)
     wires = Wire() if precision is None else precision.wires(of_one)
-    gather = functools.partial(nn.gather_tree, layouts=of_one, axis=axes[axes.data], wire=wires)
+    data = axes[axes.data]
+    gather = functools.partial(nn.gather_tree, layouts=of_one, axis=data, wire=wires, reshard_after_forward=reshard_after_forward)
     ready = layer_of(block, gather, save, offload, reshard_after_forward)
 
     def run(x: Any, *rest: Any, **named: Any) -> Any:
