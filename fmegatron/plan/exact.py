@@ -286,10 +286,7 @@ def _count(program: Program, options: Mapping[str, Any], known: dict[str, Counte
         if bound.name not in known:
             known[bound.name] = _count(bound.program, {}, known, bound.label)
         inside[bound.op] = known[bound.name]
-    target = program.target
-    order = target.overlap.options if target.overlap else {}
-    patches = {**dict(target.patches), **order, **options}
-    return counted(program.graph_module, program.fakes, patches, inside, label)
+    return counted(program.graph_module, program.fakes, {**program.settings, **options}, inside, label)
 
 
 def _world(mesh: Mesh, rank: int) -> SizedWorld:
