@@ -92,8 +92,8 @@ def _sum_rows(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _define_ops() -> torch.library.Library:
-    # Operators and no plain copies and additions: a compiler makes one kernel of the copies of a shard for the forward's
-    # gather and the backward's, and keeps the second until then; and it puts off what it can fuse with the stack of all
+    # Operators and no plain copies and additions. A compiler makes one kernel of the copies of a shard for the gathers
+    # of forward and backward, and keeps the second until then; and it puts off what it can fuse with the stack of all
     # layers' gradients, and keeps all that arrived until then.
     library = torch.library.Library("fmegatron_step", "FRAGMENT")
     library.define("repeated(Tensor x, int n) -> Tensor")

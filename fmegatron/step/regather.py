@@ -13,6 +13,7 @@ The pass runs where a function is traced, so it is the new graph that is checked
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -122,8 +123,9 @@ class _Trace:
                 if node.op == "output" or node in self.behind:
                     fixed.add(array.gather)
         fixed |= {a.gather for a in self.arrays if is_kept(a.gather.meta)}
-        while more := {a.gather for of in self.behind.values() if any(b.gather in fixed for b in of) for a in of} - fixed:
-            fixed |= more  # what is laid out of two arrays is where the later one is
+        laid = [{a.gather for a in of} for of in self.behind.values() if len(of) > 1]
+        while more := {gather for of in laid if of & fixed for gather in of - fixed}:
+            fixed |= more  # what is laid out of both is where the later one is
         self.arrays = [a for a in self.arrays if a.gather not in fixed and a.reads]
         for array in self.arrays:
             array.turn = next((at for at, node in array.reads if _is_backward(node)), None)
@@ -154,6 +156,9 @@ def _to_place(trace: _Trace, together: int) -> list[_Array]:
         if array.nbytes < together and kept + array.nbytes <= together:
             array.again, kept = False, kept + array.nbytes
     gains = {a.gather for a in large if a.again or others(a, trace.position[a.gather], a.first)}
+    if gains:  # what was written to travel alone
+        counts = collections.Counter(a.gather for a in trace.arrays)
+        gains |= {a.gather for a in trace.arrays if counts[a.gather] == 1 and a.nbytes < together}
     arrays = [a for a in trace.arrays if a.gather in gains]
     for array in set(trace.arrays) - set(arrays):
         array.again = False
@@ -206,8 +211,8 @@ class _Placing:
         open_: dict[tuple, list[_Use]] = {}
         found: list[list[_Use]] = []
         for use in uses:
-            *_, axes, sizes = use.array.gather.args[:3]
-            key = (tuple(items_of(axes)), tuple(items_of(sizes)), _is_backward(use.reader), use.array.item.meta["val"].device)
+            gather, device = use.array.gather, use.array.item.meta["val"].device
+            key = (repr(gather.args[1:3]), _is_backward(use.reader), device)
             bucket = open_.get(key)
             fits = bucket is not None and sum(u.array.nbytes for u in bucket) + use.array.nbytes <= self.together
             if use.array.nbytes >= self.together:

@@ -11,7 +11,7 @@ from fmegatron import nn, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Mesh
 
-WAYS = ("a module", "a loop, all at the start", "a loop, each leaf at the start", "a loop, each layer before its use", "plain layers")
+WAYS = ("a module", "a loop, all at the start", "a loop, each leaf at the start", "a loop, each layer", "plain layers")
 
 
 class Block(modules.Module):
@@ -32,7 +32,16 @@ def block(x, w):
 
 
 def described(
-    mesh, way="a module", strategy="zero3", blocks=3, dim=512, width=1024, rows=8, dtype=torch.float64, keep=False, **how
+    mesh,
+    way="a module",
+    strategy="zero3",
+    blocks=3,
+    dim=512,
+    width=1024,
+    rows=8,
+    dtype=torch.float64,
+    keep=False,
+    **how,
 ):
     """`step.build` of a tower. keep: what is gathered stays until the backward."""
     strategy, axes = DataParallel.named(strategy) if isinstance(strategy, str) else strategy, Axes(mesh)
@@ -64,7 +73,7 @@ def described(
                 w = {name: gathered({name: params[name]}, {name: layouts[name]})[name] for name in params}
             for i in range(blocks):
                 mine = {name: w[f"{i}.{name}"] for name in one}
-                if "layer" in way:
+                if "each layer" in way:
                     mine = gathered(mine, {name: layouts[f"{i}.{name}"] for name in one})
                 x = block(x, mine)
         return step.mean((x - batch["y"]).square().sum(), x.numel())

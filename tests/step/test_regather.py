@@ -1,12 +1,14 @@
 """Where a step gathers weights: before the first use, dropped behind the forward, again for the backward."""
 
 import collections
+import importlib
+import itertools
 
 import pytest
 import torch
 
 from fmegatron import plan, step, testing, tree
-from fmegatron.collectives import collective_of
+from fmegatron.collectives import Axes, collective_of, psum
 from fmegatron.layout import Mesh
 from fmegatron.step.regather import regathered
 from fmegatron.step.trace import trace
@@ -27,15 +29,18 @@ def sent(graph, mesh):
 @pytest.fixture
 def as_written(monkeypatch):
     """Steps that are traced are left as they are written."""
-    return lambda: monkeypatch.setattr("fmegatron.step.trace.regathered", lambda graph_module: graph_module)
+    module = importlib.import_module("fmegatron.step.trace")
+    return lambda: monkeypatch.setattr(module, "regathered", lambda graph_module: graph_module)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 @pytest.mark.long
-@pytest.mark.parametrize(("way", "leaves"), [("a module", 4), ("a loop, each leaf at the start", 4), ("plain layers", 5)])
+@pytest.mark.parametrize(("way", "leaves"), [("a module", 4), (WAYS[2], 4), ("plain layers", 5)])
 def test_memory_does_not_depend_on_how_gathers_are_written(way, leaves):
-    """16 leaves of 4 MiB on fsdp=8: a shard and four leaves, where as written it is all 16 and a shard. The gradients of
-    a stack, a shard or two leaves, are there from the first layer on."""
+    """16 leaves of 4 MiB on fsdp=8: a shard and four leaves, where as written it is all 16 and a shard.
+
+    The gradients of a stack, a shard or two leaves, are there from the first layer on.
+    """
     mesh = Mesh(fsdp=8)
     made = described(mesh, way, blocks=8, dim=512, width=2048, dtype=torch.float32)
     found = plan.exact(made.function, made.state, made.batch, mesh)
@@ -79,7 +84,7 @@ def test_the_same_bits_as_written(way, as_written):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_strategies(strategy, microbatches):
     mesh = Mesh(dp=2, fsdp=2)
-    how = {"way": "a loop, all at the start", "strategy": strategy, "microbatches": microbatches}
+    how = {"way": WAYS[1], "strategy": strategy, "microbatches": microbatches}
     state, batch = start(**how)
     made = described(mesh, **how)
     testing.assert_parity(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch), steps=2)
@@ -94,32 +99,34 @@ def collectives(way="a module", **how):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_gathered(way):
-    """Six large leaves one by one, and again but for that with which the backward begins; the small ones once, together,
-    kept; a reduction for each large one, and for the small ones as written."""
+    """Six large leaves one by one, and again but for that with which the backward begins; small ones once, together.
+
+    A reduction for each large one, and for the small ones as written.
+    """
     found = collectives(way)
     assert found["all_gather"] == 6 + 5 + 1
-    small = {"a module": 1, "a loop, all at the start": 1, "a loop, each leaf at the start": 6}.get(way, 3)
+    small = {WAYS[0]: 1, WAYS[1]: 1, WAYS[2]: 6}.get(way, 3)
     assert found["reduce_scatter"] == 6 + small
 
 
 def test_kept():
-    assert collectives(keep=True) == {"all_gather": 1, "reduce_scatter": 1, "psum": 3}
+    assert collectives(keep=True) == {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
     assert collectives("plain layers", keep=True)["all_gather"] == 3
 
 
 def test_small_weights_stay():
     """What together is less than one large leaf stays as it is written."""
-    assert collectives(dim=128, width=256) == {"all_gather": 1, "reduce_scatter": 1, "psum": 3}
+    assert collectives(dim=128, width=256) == {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 
 
 def test_an_evaluation_gathers_before_the_use():
     mesh = Mesh(fsdp=2)
-    made = described(mesh, "a loop, all at the start")
+    made = described(mesh, WAYS[1])
     arrays = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), tree.layouts((made.state, made.batch)))
     graph = trace(made.evaluate, arrays).graph_module.graph
     products = [i for i, n in enumerate(graph.nodes) if n.target is torch.ops.aten.mm.default]
     gathers = [i for i, n in enumerate(graph.nodes) if (c := collective_of(n.target)) and c.name == "all_gather"]
-    assert len(gathers) == 7 and all(any(a < p < b for p in products) for a, b in zip(gathers[1:], gathers[2:]))
+    assert len(gathers) == 7 and all(any(a < p < b for p in products) for a, b in itertools.pairwise(gathers[1:]))
 
 
 def test_layers_that_are_compiled_are_left_alone():
@@ -129,8 +136,6 @@ def test_layers_that_are_compiled_are_left_alone():
     def run(params, x):
         return step.layers(lambda x, w: x @ w["a"], params, layouts, axes)(x).sum(), {}
 
-    from fmegatron.collectives import Axes
-
     layouts, axes = {"a": tree.specs({"a": (4, 1024, 1024)}, mesh, [("a", (None, "fsdp"))])["a"].layout}, Axes(mesh)
     arrays = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), layouts)
     module = trace(step.value_and_grad(run), (arrays, torch.empty(8, 1024))).graph_module
@@ -138,13 +143,11 @@ def test_layers_that_are_compiled_are_left_alone():
 
 
 def test_a_wrong_gradient_is_found_after_the_pass():
-    """The check proves the graph that runs: a loss that is divided twice is no pending sum, which it names."""
+    """The check proves the graph that runs: parameters that are added up over their shards are none."""
     mesh = Mesh(fsdp=2)
-    made = described(mesh, "a loop, all at the start")
+    made = described(mesh, WAYS[1])
 
     def twice(state, batch):
-        from fmegatron.collectives import Axes, psum
-
         new, metrics = made.function(state, batch)
         return new._replace(params=tree.map(lambda x: psum(x, Axes(mesh)["fsdp"]), new.params)), metrics
 
