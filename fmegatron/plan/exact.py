@@ -27,6 +27,7 @@ from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.jit import Compiled
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.timeline import planned
+from fmegatron.tree.labels import labelled
 
 __all__ = ["Exact", "deep", "exact", "in_mib"]
 
@@ -300,7 +301,7 @@ def _layouts(given: tree.Tree) -> tree.Tree:
 
 
 def _local(layout: Layout, rank: int) -> torch.Tensor:
-    return torch.empty(layout.local_shape(rank), dtype=layout.dtype)
+    return labelled(torch.empty(layout.local_shape(rank), dtype=layout.dtype), layout)
 
 
 def _bytes(given: tree.Tree, rank: int) -> int:
