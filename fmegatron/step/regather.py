@@ -13,6 +13,7 @@ The pass runs where a function is traced, so it is the new graph that is checked
 
 from __future__ import annotations
 
+import bisect
 import collections
 import operator
 from collections.abc import Iterable
@@ -46,11 +47,11 @@ def regathered(graph_module: fx.GraphModule, together: int = TOGETHER) -> fx.Gra
     together: bytes. Arrays of at least as many are gathered (and their gradients reduced) one by one, smaller ones
     together up to as many, in the order of their use.
     """
+    if not _to_place(_Trace(graph_module.graph), together):
+        return graph_module
     module = copy_module(graph_module)
     trace = _Trace(module.graph)
     arrays = _to_place(trace, together)
-    if not arrays:
-        return graph_module
     _Placing(trace, arrays, together).run()
     _reduce_when_ready(module.graph, arrays, together)
     module.graph.eliminate_dead_code()
@@ -144,10 +145,12 @@ def _is_backward(node: fx.Node) -> bool:
 def _to_place(trace: _Trace, together: int) -> list[_Array]:
     """The arrays of the gathers that are to be placed, `again` set where the backward gets its own."""
     large = [a for a in trace.arrays if a.nbytes >= together]
-    reads = sorted((at, id(a)) for a in large for at, _ in a.reads)
+    reads = sorted(at for a in large for at, _ in a.reads)
 
     def others(array: _Array, begin: int, end: int) -> bool:
-        return any(begin < at < end and other != id(array) for at, other in reads)
+        """Whether others of the large ones are read between two positions."""
+        own = sum(begin < at < end for at, _ in array.reads) if array.nbytes >= together else 0
+        return bisect.bisect_left(reads, end) - bisect.bisect_right(reads, begin) > own
 
     for array in trace.arrays:
         array.again = array.turn is not None and array.gap[0] < array.turn and others(array, *array.gap)
@@ -292,10 +295,14 @@ class _Placing:
 def _reduce_when_ready(graph: fx.Graph, arrays: list[_Array], together: int) -> None:
     """Reduce-scatters of which a large gradient waits while the backward goes on become one for each that is ready."""
     later = [node for a in arrays if a.again for at, node in a.reads if a.version(at)]
-    for node in [n for n in graph.nodes if collective_of(n.target) is REDUCE_SCATTER and _is_backward(n)]:
+    over, position = {repr(a.gather.args[1:3]) for a in arrays}, {n: i for i, n in enumerate(graph.nodes)}
+    for node in list(position):
+        if collective_of(node.target) is not REDUCE_SCATTER or not _is_backward(node):
+            continue
         sent = items_of(node.args[0])
         ready = [_made_by(x) for x in sent]
-        position = {n: i for i, n in enumerate(graph.nodes)}
+        if repr(node.args[1:3]) not in over or any(made not in position for made in ready):
+            continue
         large = [position[made] for made, x in zip(ready, sent, strict=True) if _nbytes(x) >= together]
         if any(min(large, default=position[node]) < position[reader] < position[node] for reader in later):
             _Reducing(graph, node, ready, position, together).run()
