@@ -1,14 +1,15 @@
 """How far is a plan from a real run? Memory by schedule and by formula against the heap, and meshes in order of time.
 
     make bench-plan
-    python experiments/benchmarks/plan.py [--only=memory,seconds,check,order] [--cases=NAME,...]
+    python experiments/benchmarks/plan.py [--only=memory,own,seconds,check,order] [--cases=NAME,...]
 
 Memory: each case of CASES runs on 1, 2 or 4 gloo ranks with the whole heap counted (heap.py), the peak of the rank
-where it is highest, above the state; shapes "wide" and "long" were not used while the formulas were written. Seconds:
-of the processor, of plans of 405B on 16,384 ranks, of a search of 1,000 meshes, of exact plans against a cold compile,
-and of 126 layers against 12. Check: of 64 layers on 16,384 ranks, by a ring beside tp, fsdp and dp, dense and with
-experts over an axis of their own. Order: the Spearman correlation of the steps' times on 4 ranks with those that
-`plan.quick` predicts from rates measured on the same ranks in the same run. JSON lines on stdout, a table on stderr.
+where it is highest, above the state; shapes "wide" and "long" were not used while the formulas were written. Own: an
+`nn.Module` under ZeRO-3, planned and measured. Seconds: of the processor, of plans of 405B on 16,384 ranks, of a search
+of 1,000 meshes, of exact plans against a cold compile, and of 126 layers against 12. Check: of 64 layers on 16,384
+ranks, by a ring beside tp, fsdp and dp, dense and with experts over an axis of their own. Order: the Spearman
+correlation of the steps' times on 4 ranks with those that `plan.quick` predicts from rates measured on the same ranks
+in the same run. JSON lines on stdout, a table on stderr.
 Expected: exact within 2% of state + transients, quick within 15%; the order at 0.8 or more where the machine is quiet.
 """
 
@@ -168,6 +169,48 @@ def memory(names) -> None:
     new = sorted(abs(one["quick+"]) for name, one in found.items() if CASES[name].shape in HELD_OUT)
     if new:
         report("plan_quick_with_state_worst_of_new_shapes", [max(new)], unit="share", bar="<= 0.15", where=where)
+
+
+# ---- a module of one's own -------------------------------------------------------------------------------------------
+def own(mesh: Mesh, layers: int = 16, dim: int = 1024) -> step.Description:
+    """ZeRO-3 of an `nn.Module` of so many plain layers of 4 MiB, all of whose weights are gathered at the start."""
+    parts = [part for _ in range(layers) for part in (torch.nn.Linear(dim, dim, bias=False), torch.nn.Tanh())]
+    tower = torch.nn.Sequential(*parts)
+    shapes = {name: tuple(p.shape) for name, p in tower.named_parameters()}
+    specs = tree.specs(shapes, mesh, init=tree.Normal(0.03), strategy=DataParallel.zero3())
+
+    def loss_fn(params, batch):
+        x = torch.func.functional_call(tower, nn.gather_tree(params), (batch["x"],))
+        return step.mean(x.square().sum(), x.numel())
+
+    return step.build(loss_fn, optim.sgd(1e-3), specs, {"x": ((8 * mesh.size, dim), torch.float32)})
+
+
+def heap_of_own(rank: int) -> int:
+    """The peak above the state of that step on two ranks."""
+    with connect(FSDP2) as world:
+        train_step, specs, rows = own(FSDP2)
+        train = step.jit(train_step, donate=0, world=world)
+        box, batch = [tree.init(specs, 0, rank)], {"x": torch.ones(rows["x"].local_shape(rank))}
+        batch = tree.place(batch, rows, rank)
+
+        def once():
+            box[0], metrics = train(box[0], batch)
+            return float(metrics["loss"])
+
+        once(), once()
+        return int(statistics.median([peak_bytes(once) for _ in range(3)]))
+
+
+def own_module() -> None:
+    eight = plan.exact(*own(Mesh(fsdp=8)), Mesh(fsdp=8))
+    where = f"16 layers of 4 MiB on fsdp=8, gathered at the start, torch {torch.__version__}"
+    report("plan_own_module_peak", [eight.peak / 2**20], unit="MiB", bar="<= 26", where=where)
+    two = plan.exact(*own(FSDP2), FSDP2).transient
+    with counted_in_children(), RankPool(2, timeout_s=LIMIT_S) as pool:
+        heap = max(pool.run(heap_of_own, ranks=2, timeout_s=LIMIT_S))
+    note = f"planned {two / 2**20:.1f} MiB above the state, measured {heap / 2**20:.1f}"
+    report("plan_own_module_off", [abs(two / heap - 1)], unit="share", bar="<= 0.05", where="2 gloo ranks", note=note)
 
 
 # ---- seconds of the processor ----------------------------------------------------------------------------------------
@@ -350,7 +393,7 @@ def order(rounds: int = 7) -> None:
 
 def main(arguments=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="memory,seconds,check,order")
+    parser.add_argument("--only", default="memory,own,seconds,check,order")
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--child", default=None)
     flags = parser.parse_args(arguments)
@@ -364,6 +407,8 @@ def main(arguments=None) -> None:
         check()
     if "memory" in only:
         memory(flags.cases.split(","))
+    if "own" in only:
+        own_module()
     if "order" in only:
         order()
 

@@ -16,29 +16,32 @@ from fmegatron.model.decoder import Decoder
 GROUPS = ("blocks", "embed", "head")  # whose gathered weights can be freed after use: each block, the table, the head
 
 
-def gather_weights(shards, layouts, decoder: Decoder, axes: Axes):
+def gather_weights(shards, layouts, decoder: Decoder, axes: Axes, reshard_after_forward: bool = True):
     """Matrices in the compute dtype, whole over the data axes: `w[D_fsdp, F_tp] -> w[D, F_tp]`, one all_gather for all.
 
     They travel as `decoder.policy.wires` says. Vectors (norm weights) keep their dtype: they are small, their maths is
     fp32; they are in the same buffer nevertheless.
-    Transpose: one reduce_scatter of all gradients, which arrive in the dtype of the shards.
+    Transpose: one reduce_scatter of all gradients, which arrive in the dtype of the shards. reshard_after_forward: of
+    `nn.gather_tree`.
     """
-    return nn.gather_tree(shards, layouts, axes[axes.data], decoder.policy.wires(layouts))
+    return nn.gather_tree(shards, layouts, axes[axes.data], decoder.policy.wires(layouts), reshard_after_forward)
 
 
-def block_weights(shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
+def block_weights(
+    shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes, reshard_after_forward: bool = True
+) -> dict:
     """`gather_weights` of one block; what its arrays keep split is another collective."""
     _, of_arrays, spec = tree.flatten(arrays)
     kept = [array.kept for array in of_arrays]
     if not any(kept):
-        return gather_weights(shards, layouts, decoder, axes)
+        return gather_weights(shards, layouts, decoder, axes, reshard_after_forward)
     given: tuple[Any, ...] = (shards, layouts, decoder.policy.wires(layouts))
     leaves, of_leaves, wires = (spec.flatten_up_to(each) for each in given)  # nodes where a weight is one
     for names in dict.fromkeys(kept):
         mine = [i for i, own in enumerate(kept) if own == names]
         axis = axes[tuple(name for name in axes.data if name not in names)]
         xs, of, how = ([each[i] for i in mine] for each in (leaves, of_leaves, wires))
-        found = nn.gather_tree(xs, of, axis, how)
+        found = nn.gather_tree(xs, of, axis, how, reshard_after_forward)
         for i, leaf in zip(mine, found, strict=True):
             leaves[i] = leaf
     return tree.unflatten(spec, leaves)
@@ -104,11 +107,11 @@ class Weights:
         self.params, self.save, self.offload = prepared(params, layouts, decoder, axes), save, offload
         self.groups = {"embed": ("embed",), "head": ("final_norm", "embed" if decoder.tied else "head")}
         kept = [name for group, names in self.groups.items() if group not in freed for name in names]
-        self.kept = self._gather(list(dict.fromkeys(kept)))
+        self.kept = self._gather(list(dict.fromkeys(kept)), reshard_after_forward=False)
 
-    def _gather(self, names: list[str]) -> dict:
+    def _gather(self, names: list[str], reshard_after_forward: bool = True) -> dict:
         params, layouts = ({name: whole[name] for name in names} for whole in (self.params, self.layouts))
-        return gather_weights(params, layouts, self.decoder, self.axes) if names else {}
+        return gather_weights(params, layouts, self.decoder, self.axes, reshard_after_forward) if names else {}
 
     def __getitem__(self, group: str) -> dict:
         names = self.groups[group]
@@ -126,7 +129,7 @@ class Weights:
                 continue
             of_one = tree.map(step.layer_layout, self.layouts[name])
             how = {"arrays": stack.arrays, "layouts": of_one, "decoder": self.decoder, "axes": self.axes}
-            gather = functools.partial(block_weights, **how)
+            gather = functools.partial(block_weights, **how, reshard_after_forward="blocks" in self.freed)
             for depth, layer in zip(stack.depths, step.unstack(self.params[name]), strict=True):
                 shards[depth], gathers[depth] = layer, (name, gather)
         ready: dict[tuple, Callable] = {}

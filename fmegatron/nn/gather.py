@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, Axis, Place, Wire, all_gather_many
+from fmegatron.collectives.kept import kept
 from fmegatron.layout import Layout
 from fmegatron.nn.scaled import Scaled
 from fmegatron.nn.weight import of_products
@@ -17,6 +19,7 @@ def gather_tree(
     layouts: Tree | None = None,
     axis: Axis | None = None,
     wire: Wire | Tree = Wire(),  # noqa: B008  a frozen value
+    reshard_after_forward: bool = True,
 ) -> Tree:
     """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
@@ -33,6 +36,9 @@ def gather_tree(
         axis: to gather over; None: the data axes of the mesh, `Axes(mesh).data`.
         wire: a `Wire`, or a tree of them of the same structure: the dtypes in which leaves travel and their gradients
             are reduced; leaves that stay are cast alike.
+        reshard_after_forward: False keeps what is gathered here until the backward has read it. In a step that is
+            traced, each leaf is else gathered before its first use, dropped behind its last one in the forward, and
+            gathered again for the backward, wherever this stands (`step.regather`); outside of one nothing is dropped.
 
     Raises ValueError naming the leaf when its layout is not known (it was cut or cast before), or uneven, or when
     another axis splits the same dim below this one (the minor axis must be gathered first).
@@ -58,7 +64,8 @@ def gather_tree(
     for names, mine in groups.items():
         places = [_place(paths[i], layouts[i], names) for i in mine]
         xs, of_each = [leaves[i] for i in mine], ([wires[i] for i in mine], [scales[i] for i in mine])
-        whole = all_gather_many(xs, axis.only(names), places, *of_each)
+        with contextlib.nullcontext() if reshard_after_forward else kept():
+            whole = all_gather_many(xs, axis.only(names), places, *of_each)
         for i, x in zip(mine, whole, strict=True):
             leaves[i] = x
     return of_products(tree.unflatten(spec, leaves), nodes, axis)

@@ -279,10 +279,7 @@ def _count(program: Program, known: dict[str, Counted], label: str) -> Counted:
         if bound.name not in known:
             known[bound.name] = _count(bound.program, known, bound.label)
         inside[bound.op] = known[bound.name]
-    target = program.target
-    order = target.overlap.options if target.overlap else {}
-    patches = {**dict(target.patches), **order}
-    return counted(program.graph_module, program.fakes, patches, inside, label)
+    return counted(program.graph_module, program.fakes, dict(program.settings), inside, label)
 
 
 def _world(mesh: Mesh, rank: int) -> SizedWorld:

@@ -63,7 +63,7 @@ def _replace(graph: fx.Graph, start: fx.Node, piece: fx.Node, x: fx.Node) -> Non
     like = next(user for user in piece.users if is_wait(user))
     with graph.inserting_before(start):
         if gather:
-            x = add_call(graph, torch.ops.aten.repeat.default, (x, [n] + [1] * (x.meta["val"].dim() - 1)), like)
+            x = add_call(graph, torch.ops.fmegatron_step.repeated.default, (x, n), like)
         rows = x.meta["val"].shape[0] // n
         sizes = [rows] * n
         whole = add_call(graph, functional_ops().all_to_all_single.default, (x, sizes, sizes, group), like)
@@ -78,7 +78,11 @@ def _replace(graph: fx.Graph, start: fx.Node, piece: fx.Node, x: fx.Node) -> Non
     graph.erase_node(piece)
 
 
-# ---- the sum ---------------------------------------------------------------------------------------------------------
+# ---- what is sent, and the sum ---------------------------------------------------------------------------------------
+def _repeated(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x.repeat(n, *[1] * (x.dim() - 1))
+
+
 def _sum_rows(x: torch.Tensor, n: int) -> torch.Tensor:
     first, *others = x.chunk(n)
     total = first + others[0]
@@ -88,9 +92,13 @@ def _sum_rows(x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _define_ops() -> torch.library.Library:
-    # An operator and no plain additions: a compiler puts off what it can fuse with the stack of all layers' gradients,
-    # and keeps all that arrived until then.
+    # Operators and no plain copies and additions. A compiler makes one kernel of the copies of a shard for the gathers
+    # of forward and backward, and keeps the second until then; and it puts off what it can fuse with the stack of all
+    # layers' gradients, and keeps all that arrived until then.
     library = torch.library.Library("fmegatron_step", "FRAGMENT")
+    library.define("repeated(Tensor x, int n) -> Tensor")
+    library.impl("repeated", _repeated, "CompositeExplicitAutograd")
+    library.impl("repeated", lambda x, n: x.new_empty((x.shape[0] * n, *x.shape[1:])), "Meta")
     library.define("sum_rows(Tensor x, int n) -> Tensor")
     library.impl("sum_rows", _sum_rows, "CompositeExplicitAutograd")
     library.impl("sum_rows", lambda x, n: x.new_empty((x.shape[0] // n, *x.shape[1:])), "Meta")

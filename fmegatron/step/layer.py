@@ -62,7 +62,7 @@ def layers(
             they are.
         offload: bytes from which on what is kept waits in host memory, see `compiled_layer`.
         reshard_after_forward: whether the gathered weights of a layer are freed after it, and gathered again for its
-            backward (ZeRO-3; with save=None autograd keeps them). False: gathered once and kept until the backward.
+            backward (ZeRO-3). False: gathered once and kept until the backward.
 
     Raises ValueError, naming the leaf, for a stack whose leaves differ in L, for a layout of another mesh, or one that
     splits dim 0, and for a block that returns something else.
@@ -70,7 +70,8 @@ def layers(
     axes.require(layouts, "layers")
     of_one = tree.map_with_path(_of_one_layer, layouts)
     wires = Wire() if precision is None else precision.wires(of_one)
-    gather = functools.partial(nn.gather_tree, layouts=of_one, axis=axes[axes.data], wire=wires)
+    how = {"layouts": of_one, "axis": axes[axes.data], "wire": wires, "reshard_after_forward": reshard_after_forward}
+    gather = functools.partial(nn.gather_tree, **how)
     ready = layer_of(block, gather, save, offload, reshard_after_forward)
 
     def run(x: Any, *rest: Any, **named: Any) -> Any:

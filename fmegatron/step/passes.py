@@ -14,7 +14,7 @@ from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import RUNS, entry_of, opaque_entries
 from fmegatron.step.lower import RankInputs, copy_module, lower
-from fmegatron.step.overlap import Overlap, overlapped
+from fmegatron.step.overlap import KEEP_WAITS, Overlap, overlapped, units
 from fmegatron.step.write_back import write_back, writes_last
 
 __all__ = ["PASSES", "Program", "Target"]
@@ -71,6 +71,16 @@ class Program:
             graph_module = self.stages[name] = run(graph_module, self)
         self.graph_module = graph_module
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Inductor's settings for this graph: those of the target, and such under which the graph's order is kept."""
+        overlap, order = self.target.overlap, {}
+        if overlap is not None and overlap.reorders:
+            order = overlap.options
+        elif units(self.stages["lower"].graph):
+            order = KEEP_WAITS
+        return {**dict(self.target.patches), **order}
+
     def compile(self, tell: Callable[[str], None] = lambda text: None) -> Callable:
         """Compile the layers inside, then the graph around them -> callable(*tensors) -> list of tensors.
 
@@ -84,8 +94,7 @@ class Program:
         module, target = self.graph_module, self.target
         if target.in_order and self.donated:
             module, self.written, self.harmless = writes_last(module)
-        order = target.overlap.options if target.overlap else {}
-        run = compile_graph(module, self.fakes, target.backend, {**dict(target.patches), **order})
+        run = compile_graph(module, self.fakes, target.backend, self.settings)
         ranks = self.rank_inputs.tensors
         return (lambda *tensors: run(*tensors, *ranks)) if ranks else run
 

@@ -31,6 +31,7 @@ from fmegatron.step.purity import (
     require_no_hidden_tensors,
     require_pure,
 )
+from fmegatron.step.regather import regathered
 from fmegatron.step.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -134,6 +135,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
         recorder.outputs([o.detach() for o in outs])
     graph_module = recorded(recorder, name)
     require_pure(graph_module, in_paths)
+    graph_module = regathered(graph_module)
     found = (in_paths, out_paths, out_tree, out_static, aliased)
     called_at = _line(_frames(sys._getframe(1)))
     return Traced(graph_module, fakes, *found, mode, called_at, labels, out_labels)
@@ -336,10 +338,12 @@ def _set_lines(graph_module) -> None:
         if node.op != "call_function":
             continue
         trace_text = (node.meta.get("stack_trace") or "?").strip()
+        of_backward = trace_text == _BACKWARD or bool(node.meta.get("is_gradient_acc"))
+        node.meta["backward"] = of_backward
         stated = node.meta.get("custom", {}).get(_AS_OF)
         if stated is not None:
             node.meta["at"] = stated
-        elif trace_text == _BACKWARD or node.meta.get("is_gradient_acc"):
+        elif of_backward:
             number = node.meta.get("seq_nr", -1)
             # An autograd.Function that calls another one inside has no op of its own number, but of the next ones.
             line = next((forward_line[number + i] for i in range(4) if number + i in forward_line), None)

@@ -22,11 +22,13 @@ from fmegatron.step.lower import copy_module
 from fmegatron.step.overlap.gathers import keep_last, separate_groups, units
 from fmegatron.step.overlap.merge import join_ends, merge_reductions
 
-__all__ = ["Overlap", "overlapped"]
+__all__ = ["KEEP_WAITS", "Overlap", "overlapped"]
 
-# Both would undo the order that the graph has: the first moves starts of gathers back to their waits, the second moves
-# every wait to its reader, so that reduce-scatters keep a layer's full gradients alive until the end of the step.
-_KEEP_ORDER = MappingProxyType({"reorder_for_peak_memory": False, "reorder_for_locality": False})
+# It would move every wait to its reader, so that reduce-scatters keep a layer's full gradients alive until the end of
+# the step.
+KEEP_WAITS = MappingProxyType({"reorder_for_locality": False})
+# The other one would move starts of gathers back to their waits.
+_KEEP_ORDER = MappingProxyType({"reorder_for_peak_memory": False, **KEEP_WAITS})
 
 
 @dataclass(frozen=True)

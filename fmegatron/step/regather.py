@@ -1,0 +1,378 @@
+"""Where a step gathers: a pass over a trace that puts gathers of weights before their first use, and again before the
+backward's.
+
+A gather of *weights* depends on nothing but the step's arguments, so it may run at any time and as often as one likes:
+the same op on the same arguments is the same value. As written it may stand far from its use (all weights at the start
+of a loss), and autograd keeps what it brings until the backward. Here every array that a gather brings is gathered for
+itself: before its first use, and, where the backward reads it too, again before the first use there; what the forward
+gathered is free behind its last use. Gradients that would wait for each other until one reduce-scatter takes them all
+are reduced when they are there.
+
+The pass runs where a function is traced, so it is the new graph that is checked, simulated, planned, lowered and run.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fmegatron.collectives import collective_of
+from fmegatron.collectives.kept import is_kept
+from fmegatron.collectives.table import ALL_GATHER, PMAX, REDUCE_SCATTER
+from fmegatron.step.graph.nodes import int_of, is_light, is_view, items_of
+from fmegatron.step.lower import copy_module
+from fmegatron.step.torch_private import opname
+
+__all__ = ["TOGETHER", "regathered"]
+
+TOGETHER = 1 << 22  # bytes, gathered: smaller arrays travel together up to here, larger ones alone
+_OF_BACKWARD = " (backward)"  # behind the line of a node of the backward
+_LAID = frozenset({"detach", "alias", "clone", "_to_copy", "convert_element_type", "contiguous"})
+
+
+def regathered(graph_module: fx.GraphModule, together: int = TOGETHER) -> fx.GraphModule:
+    """A traced graph whose gathers of weights are placed; the same module where that gains nothing.
+
+    Nothing is gained, and a gather stays as it is, unless it brings an array of `together` bytes or more that forward
+    and backward read with other such arrays between, or that waits for its first use behind others. It stays, too,
+    where it is marked (`reshard_after_forward=False`), where the graph returns what it brings, and where other
+    collectives are made of it. Of the arrays that the backward reads the smaller ones stay gathered, the last of the
+    forward first, up to `together` bytes: the backward begins with them.
+
+    together: bytes. Arrays of at least as many are gathered (and their gradients reduced) one by one, smaller ones
+    together up to as many, in the order of their use.
+    """
+    if not _to_place(_Trace(graph_module.graph), together):
+        return graph_module
+    module = copy_module(graph_module)
+    trace = _Trace(module.graph)
+    arrays = _to_place(trace, together)
+    _Placing(trace, arrays, together).run()
+    _reduce_when_ready(module.graph, arrays, together)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+# ---- what is there ---------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class _Array:
+    """An array that a gather brings. reads: (position of the reader, reader), in order, of it and of what is laid out
+    or cast of it. turn: the position from which on the backward reads it, None where it does not."""
+
+    gather: fx.Node
+    index: int
+    item: fx.Node
+    nbytes: int
+    reads: list[tuple[int, fx.Node]] = field(default_factory=list)
+    turn: int | None = None
+    again: bool = False  # whether it is gathered again for the reads from `turn` on
+
+    @property
+    def first(self) -> int:
+        return self.reads[0][0]
+
+    @property
+    def gap(self) -> tuple[int, int]:
+        """From its last read in the forward to its first one in the backward."""
+        assert self.turn is not None, "the backward reads it"
+        before = [at for at, _ in self.reads if at < self.turn]
+        return (before[-1] if before else self.turn), self.turn
+
+    def version(self, at: int) -> int:
+        """Which gather serves a read at a position: the first, or that for the backward."""
+        return int(self.again and self.turn is not None and at >= self.turn)
+
+
+class _Trace:
+    """A graph with the arrays that its gathers of weights bring, and what lies behind each."""
+
+    def __init__(self, graph: fx.Graph):
+        self.graph, self.nodes = graph, list(graph.nodes)
+        self.position = {n: i for i, n in enumerate(self.nodes)}
+        self.behind: dict[fx.Node, tuple[_Array, ...]] = {}  # node that is laid out of arrays -> these
+        self.arrays: list[_Array] = []
+        movable, placed = set(), set()
+        for node in self.nodes:
+            collective = collective_of(node.target)
+            if node.op in ("placeholder", "get_attr") or (
+                all(x in movable for x in node.all_input_nodes) and (is_light(node) or collective in (ALL_GATHER, PMAX))
+            ):
+                movable.add(node)
+            if node not in movable or node.op != "call_function":
+                continue
+            if collective is ALL_GATHER and not any(x in self.behind for x in node.all_input_nodes):
+                placed.add(node)
+            elif node.target is operator.getitem and node.args[0] in placed:
+                index = int_of(node.args[1])
+                self.arrays.append(_Array(node.args[0], index, node, _nbytes(node)))
+                self.behind[node] = (self.arrays[-1],)
+            elif of := tuple(dict.fromkeys(a for x in node.all_input_nodes for a in self.behind.get(x, ()))):
+                self.behind[node] = of
+        fixed = set()
+        for node in self.nodes:
+            if node in self.behind and collective_of(node.target) is None:
+                continue
+            for array in dict.fromkeys(a for x in node.all_input_nodes for a in self.behind.get(x, ())):
+                array.reads.append((self.position[node], node))
+                if node.op == "output" or node in self.behind:
+                    fixed.add(array.gather)
+        fixed |= {a.gather for a in self.arrays if is_kept(a.gather.meta)}
+        laid = [{a.gather for a in of} for of in self.behind.values() if len(of) > 1]
+        while more := {gather for of in laid if of & fixed for gather in of - fixed}:
+            fixed |= more  # what is laid out of both is where the later one is
+        self.arrays = [a for a in self.arrays if a.gather not in fixed and a.reads]
+        for array in self.arrays:
+            array.turn = next((at for at, node in array.reads if _is_backward(node)), None)
+        self.behind = {n: of for n, of in self.behind.items() if not any(a.gather in fixed for a in of)}
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.element_size()
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return bool(node.meta.get("backward"))
+
+
+def _to_place(trace: _Trace, together: int) -> list[_Array]:
+    """The arrays of the gathers that are to be placed, `again` set where the backward gets its own."""
+    large = [a for a in trace.arrays if a.nbytes >= together]
+    reads = sorted(at for a in large for at, _ in a.reads)
+
+    def others(array: _Array, begin: int, end: int) -> bool:
+        """Whether others of the large ones are read between two positions."""
+        own = sum(begin < at < end for at, _ in array.reads) if array.nbytes >= together else 0
+        return bisect.bisect_left(reads, end) - bisect.bisect_right(reads, begin) > own
+
+    for array in trace.arrays:
+        array.again = array.turn is not None and array.gap[0] < array.turn and others(array, *array.gap)
+    kept = 0
+    for array in sorted((a for a in trace.arrays if a.again), key=lambda a: -a.gap[0]):
+        if array.nbytes < together and kept + array.nbytes <= together:
+            array.again, kept = False, kept + array.nbytes
+    gains = {a.gather for a in large if a.again or others(a, trace.position[a.gather], a.first)}
+    if gains:  # what was written to travel alone
+        counts = collections.Counter(a.gather for a in trace.arrays)
+        gains |= {a.gather for a in trace.arrays if counts[a.gather] == 1 and a.nbytes < together}
+    arrays = [a for a in trace.arrays if a.gather in gains]
+    for array in set(trace.arrays) - set(arrays):
+        array.again = False
+    return arrays
+
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+@dataclass(eq=False)
+class _Use:
+    """An array that is needed from a position on, in the forward (0) or again in the backward (1)."""
+
+    at: int
+    reader: fx.Node
+    array: _Array
+    version: int
+
+
+class _Placing:
+    """Gathers of arrays, put where they are used."""
+
+    def __init__(self, trace: _Trace, arrays: list[_Array], together: int):
+        self.trace, self.graph, self.together = trace, trace.graph, together
+        self.arrays = set(arrays)
+        self.whole: dict[tuple[_Array, int], fx.Node] = {}  # (array, version) -> what its new gather brings
+        self.made: dict[tuple, fx.Node] = {}
+
+    def run(self) -> None:
+        """Place the gathers, let every reader read what they bring, and erase those as they were written."""
+        for bucket in self._buckets():
+            self._gather(bucket)
+        for node in self.trace.nodes:
+            if node in self.trace.behind:
+                continue
+            for x in node.all_input_nodes:
+                if self.arrays.intersection(self.trace.behind.get(x, ())):
+                    node.replace_input_with(x, self._laid(x, node))
+        gathers = {a.gather for a in self.arrays}
+        for node in reversed(self.trace.nodes):
+            if (node in self.trace.behind or node in gathers) and not node.users:
+                self.graph.erase_node(node)
+
+    def _buckets(self) -> Iterable[list[_Use]]:
+        """Uses whose gathers travel together, in the order of the first of each."""
+        uses = []
+        for array in self.arrays:
+            uses.append(_Use(*array.reads[0], array, array.version(array.first)))
+            if array.again and not uses[-1].version:
+                uses.append(_Use(*next(read for read in array.reads if read[0] >= array.gap[1]), array, 1))
+        uses.sort(key=lambda use: (use.at, self.trace.position[use.array.item]))
+        open_: dict[tuple, list[_Use]] = {}
+        found: list[list[_Use]] = []
+        for use in uses:
+            gather, device = use.array.gather, use.array.item.meta["val"].device
+            key = (repr(gather.args[1:3]), _is_backward(use.reader), device)
+            bucket = open_.get(key)
+            fits = bucket is not None and sum(u.array.nbytes for u in bucket) + use.array.nbytes <= self.together
+            if use.array.nbytes >= self.together:
+                found.append([use])
+            elif bucket is not None and fits and self._available(use.array, bucket[0].at):
+                bucket.append(use)
+            else:
+                open_[key] = [use]
+                found.append(open_[key])
+        return found
+
+    def _available(self, array: _Array, at: int) -> bool:
+        """Whether what an array is gathered of is there at a position, or can be."""
+        return all(is_light(n) for n in self._before(array) if self.trace.position[n] >= at)
+
+    def _before(self, array: _Array) -> set[fx.Node]:
+        found, todo = set(), [self._source(array)]
+        while todo:
+            node = todo.pop()
+            if node not in found and node.op == "call_function":
+                found.add(node)
+                todo += node.all_input_nodes
+        return found
+
+    @staticmethod
+    def _source(array: _Array) -> fx.Node:
+        return items_of(array.gather.args[0])[array.index]
+
+    def _gather(self, bucket: list[_Use]) -> None:
+        """One gather for a bucket, before the first of its readers."""
+        first = bucket[0]
+        old = first.array.gather
+        with self.graph.inserting_before(first.reader):
+            copied: dict[fx.Node, fx.Node] = {}
+            sources = [self._again(self._source(use.array), first.at, copied) for use in bucket]
+            places = [items_of(use.array.gather.args[3])[use.array.index] for use in bucket]
+            node = self.graph.call_function(old.target, (sources, *old.args[1:3], places), dict(old.kwargs))
+            node.meta = {**old.meta, "val": [use.array.item.meta["val"] for use in bucket]}
+            if _is_backward(first.reader):
+                node.meta |= {"backward": True, "at": f"{old.meta.get('at', '?')}{_OF_BACKWARD}"}
+            for i, use in enumerate(bucket):
+                item = self.graph.call_function(operator.getitem, (node, i))
+                item.meta = {**use.array.item.meta, "at": node.meta["at"], "backward": _is_backward(first.reader)}
+                self.whole[use.array, use.version] = item
+
+    def _again(self, node: fx.Node, at: int, copied: dict[fx.Node, fx.Node]) -> fx.Node:
+        """What a gather is made of, as it is needed before a position: cast there, as else the cast is kept until then.
+
+        What is only looked at in another way is taken as it is.
+        """
+        if node.op != "call_function" or not is_light(node):
+            return node
+        if node not in copied:
+            before = {x: self._again(x, at, copied) for x in node.all_input_nodes}
+            same = all(x is y for x, y in before.items()) and self.trace.position[node] < at
+            looks = is_view(node) or _is_item(node)
+            copied[node] = node if same and looks else self.graph.node_copy(node, lambda x: before[x])
+        return copied[node]
+
+    def _laid(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The same of new gathers, laid out and cast where a reader first needs it."""
+        of = self.arrays.intersection(self.trace.behind.get(node, ()))
+        if not of:
+            return node
+        at = self.trace.position[reader]
+        if len(of) == 1 and (array := next(iter(of))).item is node:
+            return self.whole[array, array.version(at)]
+        before = {x: self._laid(x, reader) for x in node.all_input_nodes}
+        key = (node, *before.values())
+        if key not in self.made:
+            with self.graph.inserting_before(reader):
+                self.made[key] = self.graph.node_copy(node, lambda x: before[x])
+        return self.made[key]
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+def _reduce_when_ready(graph: fx.Graph, arrays: list[_Array], together: int) -> None:
+    """Reduce-scatters of which a large gradient waits while the backward goes on become one for each that is ready."""
+    later = [node for a in arrays if a.again for at, node in a.reads if a.version(at)]
+    over, position = {repr(a.gather.args[1:3]) for a in arrays}, {n: i for i, n in enumerate(graph.nodes)}
+    for node in list(position):
+        if collective_of(node.target) is not REDUCE_SCATTER or not _is_backward(node):
+            continue
+        sent = items_of(node.args[0])
+        ready = [_made_by(x) for x in sent]
+        if repr(node.args[1:3]) not in over or any(made not in position for made in ready):
+            continue
+        large = [position[made] for made, x in zip(ready, sent, strict=True) if _nbytes(x) >= together]
+        if any(min(large, default=position[node]) < position[reader] < position[node] for reader in later):
+            _Reducing(graph, node, ready, position, together).run()
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """The node that computes a value, which others only lay out or cast."""
+    while node.op == "call_function" and (is_view(node) or opname(node.target) in _LAID) or _is_item(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+class _Reducing:
+    """One reduce-scatter, cut by when its gradients are ready."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, ready: list[fx.Node], position: dict, together: int):
+        self.graph, self.node, self.ready, self.position, self.together = graph, node, ready, position, together
+        self.sent = items_of(node.args[0])
+
+    def run(self) -> None:
+        """Put the parts where their last gradient is ready, and erase the whole."""
+        for bucket in self._buckets():
+            self._reduce(bucket)
+        for item in list(self.node.users):
+            self.graph.erase_node(item)
+        self.graph.erase_node(self.node)
+
+    def _buckets(self) -> Iterable[list[int]]:
+        order = sorted(range(len(self.sent)), key=lambda i: (self.position[self.ready[i]], i))
+        large: dict[fx.Node, list[int]] = {}
+        small: list[list[int]] = []
+        for i in order:
+            size = _nbytes(self.sent[i])
+            if size >= self.together:
+                large.setdefault(self.ready[i], []).append(i)
+            elif small and sum(_nbytes(self.sent[j]) for j in small[-1]) + size <= self.together:
+                small[-1].append(i)
+            else:
+                small.append([i])
+        return [*large.values(), *small]
+
+    def _reduce(self, bucket: list[int]) -> None:
+        last = max((self.ready[i] for i in bucket), key=self.position.__getitem__)
+        at = last.next
+        while at.op == "placeholder":
+            at = at.next
+        copied: dict[fx.Node, fx.Node] = {}
+        with self.graph.inserting_before(at):
+            sent = [self._laid(self.sent[i], self.ready[i], copied) for i in bucket]
+            places = [items_of(self.node.args[3])[i] for i in bucket]
+            part = self.graph.call_function(
+                self.node.target, (sent, *self.node.args[1:3], places, *self.node.args[4:]), dict(self.node.kwargs)
+            )
+            part.meta = {**self.node.meta, "val": [self.node.meta["val"][i] for i in bucket]}
+            found = {}
+            for k, i in enumerate(bucket):
+                found[i] = self.graph.call_function(operator.getitem, (part, k))
+                found[i].meta = {**self.node.meta, "val": self.node.meta["val"][i]}
+        for item in self.node.users:
+            if (i := int_of(item.args[1])) in found:
+                item.replace_all_uses_with(found[i])
+
+    def _laid(self, node: fx.Node, made: fx.Node, copied: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node is made:
+            return node
+        if node not in copied:
+            before = self._laid(node.all_input_nodes[0], made, copied)
+            copied[node] = self.graph.node_copy(node, lambda _: before)
+        return copied[node]

@@ -1,0 +1,154 @@
+"""Where a step gathers weights: before the first use, dropped behind the forward, again for the backward."""
+
+import collections
+import importlib
+import itertools
+
+import pytest
+import torch
+
+from fmegatron import plan, step, testing, tree
+from fmegatron.collectives import Axes, collective_of, psum
+from fmegatron.layout import Mesh
+from fmegatron.step.regather import regathered
+from fmegatron.step.trace import trace
+from tests.step.own_towers import WAYS, described, start
+
+LEAF = 1 << 22  # bytes of a large leaf in fp64
+
+
+def traced(made):
+    arrays = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), tree.layouts((made.state, made.batch)))
+    return trace(made.function, arrays)
+
+
+def sent(graph, mesh):
+    return collections.Counter(one.op for one in step.collectives_of(graph, mesh))
+
+
+@pytest.fixture
+def as_written(monkeypatch):
+    """Steps that are traced are left as they are written."""
+    module = importlib.import_module("fmegatron.step.trace")
+    return lambda: monkeypatch.setattr(module, "regathered", lambda graph_module: graph_module)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
+@pytest.mark.parametrize(("way", "leaves"), [("a module", 4), (WAYS[2], 4), ("plain layers", 5)])
+def test_memory_does_not_depend_on_how_gathers_are_written(way, leaves):
+    """16 leaves of 4 MiB on fsdp=8: a shard and four leaves, where as written it is all 16 and a shard.
+
+    The gradients of a stack, a shard or two leaves, are there from the first layer on.
+    """
+    mesh = Mesh(fsdp=8)
+    made = described(mesh, way, blocks=8, dim=512, width=2048, dtype=torch.float32)
+    found = plan.exact(made.function, made.state, made.batch, mesh)
+    assert found.transient <= leaves * LEAF + (1 << 20), str(found)
+
+
+@pytest.mark.long
+def test_as_written_all_weights_are_kept(as_written):
+    as_written()
+    mesh = Mesh(fsdp=8)
+    made = described(mesh, "a module", blocks=8, dim=512, width=2048, dtype=torch.float32)
+    assert plan.exact(made.function, made.state, made.batch, mesh).transient > 16 * LEAF
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
+def test_on_a_mesh(mesh, way):
+    state, batch = start(way=way)
+    made = described(mesh, way, "hsdp")
+    assert sent(traced(made).graph_module.graph, mesh)["all_gather"] > 6
+    testing.assert_parity(
+        lambda m: described(m, way, "hsdp"), mesh, state, batch, layouts=(made.state, made.batch), steps=2
+    )
+    assert step.check(*made).ok
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_as_written(way, as_written):
+    mesh = Mesh(fsdp=2)
+    (state, batch), made = start(way=way), described(mesh, way)
+    placed = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
+    as_written()
+    plain = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
+    assert len(placed.traced.graph_module.graph.nodes) != len(plain.traced.graph_module.graph.nodes)
+    for a, b in zip(tree.leaves(list(placed.outputs)), tree.leaves(list(plain.outputs)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "zero1", "zero2", "zero3", "hybrid"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_strategies(strategy, microbatches):
+    mesh = Mesh(dp=2, fsdp=2)
+    how = {"way": WAYS[1], "strategy": strategy, "microbatches": microbatches}
+    state, batch = start(**how)
+    made = described(mesh, **how)
+    testing.assert_parity(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch), steps=2)
+    assert step.check(*made).ok
+
+
+# ---- what is placed --------------------------------------------------------------------------------------------------
+def collectives(way="a module", **how):
+    mesh = Mesh(fsdp=2)
+    return sent(traced(described(mesh, way, **how)).graph_module.graph, mesh)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_gathered(way):
+    """Six large leaves one by one, and again but for that with which the backward begins; small ones once, together.
+
+    A reduction for each large one, and for the small ones as written.
+    """
+    found = collectives(way)
+    assert found["all_gather"] == 6 + 5 + 1
+    small = {WAYS[0]: 1, WAYS[1]: 1, WAYS[2]: 6}.get(way, 3)
+    assert found["reduce_scatter"] == 6 + small
+
+
+def test_kept():
+    assert collectives(keep=True) == {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
+    assert collectives("plain layers", keep=True)["all_gather"] == 3
+
+
+def test_small_weights_stay():
+    """What together is less than one large leaf stays as it is written."""
+    assert collectives(dim=128, width=256) == {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
+
+
+def test_an_evaluation_gathers_before_the_use():
+    mesh = Mesh(fsdp=2)
+    made = described(mesh, WAYS[1])
+    arrays = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), tree.layouts((made.state, made.batch)))
+    graph = trace(made.evaluate, arrays).graph_module.graph
+    products = [i for i, n in enumerate(graph.nodes) if n.target is torch.ops.aten.mm.default]
+    gathers = [i for i, n in enumerate(graph.nodes) if (c := collective_of(n.target)) and c.name == "all_gather"]
+    assert len(gathers) == 7 and all(any(a < p < b for p in products) for a, b in itertools.pairwise(gathers[1:]))
+
+
+def test_layers_that_are_compiled_are_left_alone():
+    """Their gathers are there twice already, and both are where they belong."""
+    mesh = Mesh(fsdp=2)
+
+    def run(params, x):
+        return step.layers(lambda x, w: x @ w["a"], params, layouts, axes)(x).sum(), {}
+
+    layouts, axes = {"a": tree.specs({"a": (4, 1024, 1024)}, mesh, [("a", (None, "fsdp"))])["a"].layout}, Axes(mesh)
+    arrays = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), layouts)
+    module = trace(step.value_and_grad(run), (arrays, torch.empty(8, 1024))).graph_module
+    assert regathered(module) is module
+
+
+def test_a_wrong_gradient_is_found_after_the_pass():
+    """The check proves the graph that runs: parameters that are added up over their shards are none."""
+    mesh = Mesh(fsdp=2)
+    made = described(mesh, WAYS[1])
+
+    def twice(state, batch):
+        new, metrics = made.function(state, batch)
+        return new._replace(params=tree.map(lambda x: psum(x, Axes(mesh)["fsdp"]), new.params)), metrics
+
+    assert not step.check(twice, made.state, made.batch).ok
