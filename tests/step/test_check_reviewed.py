@@ -65,3 +65,21 @@ def test_a_right_step_has_no_finding(name):
     report = step.check(make(RIGHT[name])(MESH), *placed)
     assert not report.findings and "internal" not in str(report), report
     assert report.ok or name not in PROVEN, report
+
+
+def test_counts_are_summed_axis_by_axis():
+    """What is equal on all ranks and a term of a sum over two axes is still one over the other after the first."""
+    mesh = Mesh(dp=2, fsdp=2)
+    axes, rows = Axes(mesh), Layout((8, 6), torch.float64, mesh, (("dp", "fsdp"),))
+
+    def checked(*summed):
+        def of(x):
+            count = torch.ones_like(x).sum()
+            for names in summed:
+                count = psum(count, axes[names])
+            return {"mean": psum(x.sum(), axes["dp", "fsdp"]) / count}
+
+        return step.check(of, rows)
+
+    assert checked(("fsdp",), ("dp",)).ok and checked(("dp", "fsdp")).ok
+    assert checked(("fsdp",), ("dp",), ("dp",)).findings and checked(("fsdp",), ("fsdp",)).findings

@@ -174,7 +174,10 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
     out = _folded(x, folds, wanted, node).marked(marks)
     if x.constant is not None and wanted == "sum":
         out = replace(out, constant=x.constant * scope.mesh.extent(axes))
-    out = replace(out, equal_terms=False, portion={a: p for a, p in out.portion.items() if a not in axes})
+    # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis.
+    still = [a for a in scope.mesh.names if x.equal_terms and scope.mesh[a] > 1 and out.replicated(a)]
+    portion = {**dict.fromkeys(still, "exact"), **out.portion}
+    out = replace(out, equal_terms=False, portion={a: p for a, p in portion.items() if a not in axes})
     for axis in replicas:
         what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
         maybe = x.portion.get(axis) == "maybe"
