@@ -9,6 +9,7 @@ counts it: it lives as long as a graph, a layer or a World has it, and the opera
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import itertools
 import operator
@@ -131,6 +132,8 @@ class Entry:
 
 def _free(name: str) -> str:
     """The first name of a compiled operator that is free: the same on all ranks, which make the same Worlds."""
+    if _existing(_COMPILED, f"{name}0") is not None:
+        gc.collect()  # perhaps of a World that is gone, which each rank would find out in its own time
     return next(f"{name}{n}" for n in itertools.count() if _existing(_COMPILED, f"{name}{n}") is None)
 
 
