@@ -10,13 +10,17 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= dev,interop
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# What the environment was built of stands in the stamp. What is given (`make TORCH=torch==2.14.1 test`) and is not in it
+# has it built anew; what is not given is as it was built.
+GIVEN := $(foreach name,TORCH EXTRAS PYTHON,$(if $(filter file,$(origin $(name))),,$(name)=$($(name))))
+OTHER := $(foreach of,$(GIVEN),$(shell grep -qxF '$(of)' $(STAMP) 2>/dev/null || echo yes))
 # Over all cores; a worker that has nothing left takes tests from another. One file or one test is quicker without:
 # `.venv/bin/python -m pytest tests/layout -k boxes`. Bytecode is kept, whatever the environment says: the tests start
 # some hundred processes.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format notebooks bench-peers-env clean
+.PHONY: FORCE help env demo test test-all lint format notebooks bench-peers-env clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -26,17 +30,17 @@ env: $(STAMP)  ## build the environment (.venv) if it is missing or stale
 
 # torch first and with pip: only pip sees a build that lies on the machine, and a looser range would fetch the
 # newest CUDA build. The rest goes through uv where there is one.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(if $(OTHER),FORCE)
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "fmegatron needs Python >= 3.11, and no python3 on the PATH is one. Install it (Debian: apt-get install python3 python3-venv)." >&2; exit 1; fi
 	@if ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
 		echo "$(PYTHON) cannot make environments. Install the missing part (Debian: apt-get install python3-venv) and run make again." >&2; exit 1; fi
-	@$(PY) -c '' 2>/dev/null || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	@test "$$($(PY) --version 2>&1)" = "$$($(PYTHON) --version)" || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
 	@echo "building $(VENV) with $$($(PY) --version): $(TORCH), then .[$(EXTRAS)] (a few minutes the first time)"
 	@$(PY) -m pip install -qq --disable-pip-version-check '$(TORCH)'
 	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[$(EXTRAS)]'; \
 		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'; fi
-	@touch $@
+	@rm -f $@-more && printf '%s\n' 'TORCH=$(TORCH)' 'EXTRAS=$(EXTRAS)' 'PYTHON=$(PYTHON)' > $@
 
 demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample, plot: under 10 minutes on 2 cores
 	@$(PY) experiments/demo.py

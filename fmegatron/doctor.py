@@ -4,7 +4,8 @@
     torchrun --nproc-per-node=8 -m fmegatron.doctor                   # all ranks; `srun python -m fmegatron.doctor` too
 
 It prints versions, devices and links; multiplies matrices and sums over all ranks, compares the results with exact ones
-and the times of the ranks with each other, and names ranks and hosts that are slow. Nothing is written and nothing is
+and the times of the ranks with each other, and names ranks and hosts that are slow. It says which command installs
+fmegatron beside the torch that is there, also where the other packages are missing. Nothing is written and nothing is
 changed. Exit status: 0 nothing to fix; 1 something; 2 wrong use.
 """
 
@@ -26,17 +27,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-import torch
-from torch.cuda import nccl as torch_nccl
-
 import fmegatron
-from fmegatron.collectives import Axes, World, connect, psum
-from fmegatron.layout import Mesh
-from fmegatron.loop.hardware import memory_reader, of_table
-from fmegatron.step import matmul_seconds
 
-LEAST = (("torch", "2.11"), ("optree", "0.14"), ("numpy", "1.26"), ("xxhash", "3.4"), ("tensorstore", "0.1.70"))
-TRIED = "2.14"  # the newest torch that the tests have run with
+try:
+    import torch
+    from torch.cuda import nccl as torch_nccl
+
+    from fmegatron.collectives import Axes, World, connect, psum
+    from fmegatron.layout import Mesh
+    from fmegatron.loop.hardware import memory_reader, of_table
+    from fmegatron.step import matmul_seconds
+except ModuleNotFoundError as missing:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"doctor: {missing.name} is missing; in the folder of pyproject.toml: {fmegatron.install_command()}")
+
+LEAST = (
+    ("torch", fmegatron.TORCH[0]), ("optree", "0.14"), ("numpy", "1.26"), ("xxhash", "3.4"), ("tensorstore", "0.1.70")
+)  # fmt: skip
 SLOW = 1.25  # times the median
 OPEN_FILES, SHARED_BYTES = 4096, 2**30  # least that is fit for a run
 _SETTINGS = re.compile(r"(NCCL|GLOO|TORCH|CUDA|OMP|MKL|SLURM_(JOB|STEP)|FMEGATRON)_?\w*")
@@ -250,15 +258,18 @@ def _text(ranks: Sequence[Mapping[str, Any]], fixes: Sequence[str]) -> str:
     """For people: what rank 0 has, a line for each rank, and what to fix."""
     first = ranks[0]
     lines = [f"versions   {', '.join(f'{k} {v}' for k, v in first['versions'].items() if v)}"]
-    torch_version = first["versions"].get("torch")
-    if torch_version and _parts(torch_version)[:2] > _parts(TRIED):
-        lines.append(
-            f"note       torch {torch_version} is newer than any that was tried ({TRIED}); run the tests: make test"
-        )
+    lines.append(f"install    {fmegatron.install_command()}    # on such a node: nothing of its torch is touched")
+    for name, (_, newest) in (("python", fmegatron.PYTHON), ("torch", fmegatron.TORCH)):
+        version = first["versions"].get(name)
+        if version and _parts(version)[:2] > _parts(newest):
+            lines.append(
+                f"note       {name} {version} is newer than any that was tried ({newest}); run the tests: make test"
+            )
     machines = {rank["host"]: rank["machine"] for rank in ranks}
     for host, of in list(machines.items())[:8]:
-        shared = of.get("shared_free_bytes", 0) / 1e9
-        lines.append(f"host       {host}: {of['cores']} cores, load {of['load']:.1f}, {shared:.1f} GB free in /dev/shm")
+        free = of.get("shared_free_bytes")  # no such folder: no line of it
+        shared = "" if free is None else f", {free / 1e9:.1f} GB free in /dev/shm"
+        lines.append(f"host       {host}: {of['cores']} cores, load {of['load']:.1f}{shared}")
     settings = [f"{name}={value}" for name, value in first["settings"].items()]
     lines += [f"settings   {' '.join(settings)}"] if settings else []
     lines += [f"links      {line}" for line in (first["links"] or "").splitlines()]

@@ -1,8 +1,11 @@
 """The doctor: what is wrong is named with rank, host and what to do; a machine in order has nothing to fix."""
 
 import copy
+import importlib.metadata
 import io
 import json
+import runpy
+import sys
 
 import pytest
 
@@ -71,6 +74,26 @@ def test_this_machine(monkeypatch):
     assert rank["matmul"]["right"] is True and rank["matmul"]["tflops"] > 0 and rank["sum"] is None
     assert rank["settings"]["NCCL_DEBUG"] == "WARN" and "hidden" not in out.getvalue()
     assert "rank 0" in doctor._text(found["ranks"], found["fix"]) and rank["links"]
+
+
+def test_a_newer_torch_and_python_are_said_once_for_all_ranks():
+    found = ranks(versions__torch=dict.fromkeys(range(8), "2.99.0+cu140"))
+    text = doctor._text(found, [])
+    assert text.count("torch 2.99.0+cu140 is newer than any that was tried") == 1 and "python 3.12.1 is" not in text
+    found = ranks(versions__python=dict.fromkeys(range(8), "3.99.0"))
+    assert doctor._text(found, []).count("python 3.99.0 is newer than any that was tried") == 1
+    assert "is newer" not in doctor._text(ranks(), [])
+
+
+def test_the_command_that_installs_names_the_torch_that_is_there(monkeypatch, capsys):
+    """Also where other packages are missing, when nothing else of the doctor can run."""
+    command = f"python -m pip install . 'torch=={importlib.metadata.version('torch')}'"
+    assert f"install    {command}" in doctor._text(ranks(), [])
+    monkeypatch.setitem(sys.modules, "fmegatron.collectives", None)  # as if optree were missing
+    monkeypatch.delitem(sys.modules, "fmegatron.doctor")
+    with pytest.raises(SystemExit, match="doctor: fmegatron.collectives is missing; in the folder of .*: ") as stop:
+        runpy.run_module("fmegatron.doctor", run_name="__main__")
+    assert command in str(stop.value)
 
 
 def test_wrong_use():

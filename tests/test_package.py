@@ -1,6 +1,7 @@
 """The wheel, outside of the checkout: what is in it, and that what it holds runs without the rest."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import fmegatron
+from fmegatron import doctor
 from tests.house import ROOT
 
 TOOLS = ("check", "checkpoint", "data", "doctor", "interop", "model", "parity", "plan", "report")
@@ -55,6 +57,35 @@ def test_a_build_of_torch_in_a_container_is_left_alone():
         assert wanted.contains(version, prereleases=True) == right
 
 
+def test_what_was_tried_is_said_in_one_place():
+    """fmegatron.PYTHON and fmegatron.TORCH: pip refuses older ones, and the table of the page says the same."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'requires-python = ">={fmegatron.PYTHON[0]}"' in text and f'"torch>={fmegatron.TORCH[0]}.0a0"' in text
+    page = (ROOT / "docs/launching.md").read_text()
+    for name, (oldest, newest) in (("Python", fmegatron.PYTHON), ("torch", fmegatron.TORCH)):
+        assert f"| {name} | {oldest} to {newest} |" in page
+    assert doctor.LEAST[0] == ("torch", fmegatron.TORCH[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2.11.0a0+1b2c", "2.14.1+cu130"])
+def test_the_command_installs_nothing_of_torch(site, version, tmp_path):
+    """On a node of which only torch is another one; --no-index: pip would ask for what it thinks is missing."""
+    known = tmp_path / f"torch-{version.replace('-', '_')}.dist-info"
+    known.mkdir()
+    (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    (wheel,) = site.parent.glob("*.whl")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    show = [sys.executable, "-P", "-c", "import fmegatron; print(fmegatron.install_command())"]
+    path = {**env, "PYTHONPATH": f"{tmp_path}{os.pathsep}{site}"}
+    said = subprocess.run(show, cwd=tmp_path, env=path, capture_output=True, text=True).stdout
+    assert said == f"python -m pip install . 'torch=={version}'\n"
+    pip = [sys.executable, *shlex.split(said.replace(" . ", f" {wheel} "))[1:]]
+    done = subprocess.run([*pip, "--dry-run", "--no-index"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not [line for line in done.stdout.splitlines() if "Would install" in line and "torch" in line], done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_tells_its_use(site, tool):
@@ -69,6 +100,8 @@ def test_the_block_of_the_readme_runs_and_a_checkpoint_is_written(site):
     shutil.copy(ROOT / "data" / "tinyshakespeare.txt", site.parent / "data")
     more = "\nimport fmegatron\nfrom fmegatron import checkpoint\nprint(fmegatron.__file__)\n"
     more += "checkpoint.save('saved', info.state)\n"
+    more += "back = checkpoint.restore('saved', info.state)\n"
+    more += "import torch\nassert all(map(torch.equal, tree.leaves(back.params), tree.leaves(info.state.params)))\n"
     (site.parent / "block.py").write_text(block.replace("steps=200", "steps=3") + more)
     done = run(site, "block.py")
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import math
 import resource
+import sys
 
 import torch
 
@@ -68,7 +69,8 @@ def memory(planned_bytes: float | None, device: torch.device, seconds: float) ->
     if device.type == "cuda":
         peak, what = torch.cuda.max_memory_allocated(device), "allocated on the device"
     else:
-        peak, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "resident, with the compiler"
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak, what = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident, with the compiler"
     planned = "" if planned_bytes is None else f", {_bytes(planned_bytes)} planned"
     return f"first step   {seconds:.2f} s with compiling; peak of this rank {_bytes(peak)} ({what}){planned}"
 

@@ -145,6 +145,7 @@ def test_fuzzed_headers_and_indexes(original, tmp_path, group, monkeypatch):
             fuzz_index(draw, folder / INDEX)
         else:
             fuzz_header(draw, folder / draw.choice([n for n in original if n.endswith(".safetensors")]))
+        grown = sum(file.stat().st_size for file in folder.iterdir()) - size  # a header that says more: its text
         with monkeypatch.context() as patch:
             patch.setattr(os, "open", watched)
             tracemalloc.start()
@@ -156,7 +157,7 @@ def test_fuzzed_headers_and_indexes(original, tmp_path, group, monkeypatch):
             finally:
                 peak = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
-        assert peak < 60 * size, (group, case, peak, size)
+        assert peak < 60 * size + 10 * max(0, grown), (group, case, peak, size, grown)
         outside += [path for path in opened if not path.startswith(f"{folder}/")]
         if got is not None:
             wanted = as_the_package_reads(folder)

@@ -60,6 +60,11 @@ class Injection:
         if self.kind not in KINDS:
             near = tree.did_you_mean(self.kind, list(KINDS))
             raise ValueError(f"inject: got {self.kind!r}, wanted one of {', '.join(KINDS)}{near}")
+        if self.kind == "diskfull" and sys.platform != "linux":
+            raise ValueError(
+                f"inject: diskfull: got the system {sys.platform!r}, wanted 'linux', where the files of the writer can "
+                "be limited; leave it out here"
+            )
         if self.at not in PLACES:
             raise ValueError(f"inject: {self.kind}: at: got {self.at!r}, wanted one of {', '.join(PLACES)}")
         if self.step < 1 and self.at != "setup":
