@@ -14,7 +14,7 @@ from fmegatron.collectives import Axes, Wire, reshard_many
 from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.torch_private import register_node
 from fmegatron.tree.spec import strategy_of
-from fmegatron.tree.structure import EVERY_NAMESPACE
+from fmegatron.tree.torch_private import EVERY_NAMESPACE
 
 __all__ = [
     "State",
