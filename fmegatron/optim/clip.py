@@ -102,7 +102,7 @@ def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
 
 @recorded
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """`clip` by `global_norm` as a transform, for the front of a chain: updates are in the layouts of the parameters."""
+    """`clip` by `global_norm` as a transform, for the front of a chain: updates have the layouts of parameters."""
     return stateless(lambda updates, params, count: clip(updates, norm_beside(updates, params), max_norm))
 
 
