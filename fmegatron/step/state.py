@@ -137,7 +137,7 @@ register_node(State, lambda state: (list(state._seen()), None), lambda fields, _
 def placements(param_layouts: tree.Tree, strategy: DataParallel) -> Placed:
     """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
 
-    Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
+    In a step matrix optimizers (`optim.muon`) see parameters in the layouts `placements(...).optim`.
     """
     grads = tree.map(strategy.grads_layout, param_layouts)
     return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
