@@ -10,7 +10,7 @@ import optree
 
 from fmegatron.layout import DATA_AXES, SEQUENCE_AXES, Mesh
 from fmegatron.tree import Tree, require_mesh
-from fmegatron.tree.structure import EVERY_NAMESPACE
+from fmegatron.tree.torch_private import EVERY_NAMESPACE
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World

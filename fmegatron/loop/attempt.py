@@ -208,9 +208,10 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     if data.course is None:
         return ""
     (_, of), *later = data.course.pieces
+    tokens: Any = own_part(of, reading.of, reading.rank).layout  # of tokens: one Layout
     text = startup(
         tree.layouts(getattr(run.specs, "params", run.specs)),
-        own_part(of, reading.of, reading.rank).layout,
+        tokens,
         steps,
         run.start,
         microbatches=run.microbatches,

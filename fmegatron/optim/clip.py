@@ -39,8 +39,8 @@ def global_norm(grads: Tree) -> torch.Tensor:
 
 
 def norm_beside(grads: Tree, params: Tree) -> torch.Tensor:
-    """`global_norm` of gradients that lie as the parameters do, as an update is given them: a leaf that does not know
-    its layout has that of its parameter."""
+    """`global_norm` of gradients in the layouts of the parameters, as an update is given them: a leaf that does not
+    know its layout has that of its parameter."""
     pairs = zip(tree.leaves(grads), tree.leaves(params), strict=True)
     return _norm(grads, [tree.layout_of(grad) or tree.layout_of(param) for grad, param in pairs])
 
@@ -102,7 +102,7 @@ def clip(grads: Tree, norm: torch.Tensor, max_norm: float) -> Tree:
 
 @recorded
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """`clip` by `global_norm` as a transform, for the front of a chain: the updates lie as the parameters do."""
+    """`clip` by `global_norm` as a transform, for the front of a chain: updates have the layouts of parameters."""
     return stateless(lambda updates, params, count: clip(updates, norm_beside(updates, params), max_norm))
 
 

@@ -59,7 +59,7 @@ def skip_nonfinite(
     norm}, and "spike" and "loss_scale" when these are wanted.
 
     The norm that comes with the gradients (`Update`) is judged; without one it is computed here (`global_norm`, of
-    gradients that lie as the parameters do). `opt` clips to the limit, after the norm is judged: a norm that was
+    gradients in the layouts of the parameters). `opt` clips to the limit, after the norm is judged: a norm that was
     clipped before has no spikes.
 
     Args:

@@ -116,7 +116,7 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
 
 
 def _known(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The master, which lies as its parameter does (one that was decoded does not know it)."""
+    """The master, in the layout of its parameter (one that was decoded does not know it)."""
     return alike(master, param) if tree.layout_of(master) is None else master
 
 

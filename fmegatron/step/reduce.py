@@ -23,7 +23,7 @@ def reduce_gradients(
     wire: Wire | tree.Tree = Wire(),  # noqa: B008  a frozen value
     together: int = 0,
 ) -> tree.Tree:
-    """Sum the gradients of replicas over the data axes, so that they lie as their parameters do.
+    """Sum the gradients of replicas over the data axes, into the layouts of their parameters.
 
     Args:
         grads: the tree of gradients, as autograd leaves them: they know that they are sums still to be made, and over

@@ -15,7 +15,7 @@ from fmegatron.layout import DataParallel, Layout, Placed
 from fmegatron.step.torch_private import register_node
 from fmegatron.tree.labels import alike
 from fmegatron.tree.spec import strategy_of
-from fmegatron.tree.structure import EVERY_NAMESPACE
+from fmegatron.tree.torch_private import EVERY_NAMESPACE
 
 __all__ = [
     "State",
@@ -148,7 +148,7 @@ register_node(State, lambda state: (list(state._seen()), None), lambda fields, _
 def placements(param_layouts: tree.Tree, strategy: DataParallel) -> Placed:
     """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
 
-    Matrix optimizers (`optim.muon`) take `placements(...).optim` as their layouts.
+    In a step matrix optimizers (`optim.muon`) see parameters in the layouts `placements(...).optim`.
     """
     grads = tree.map(strategy.grads_layout, param_layouts)
     return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 
 import optree
-from optree.registry import __GLOBAL_NAMESPACE as EVERY_NAMESPACE  # noqa: F401  optree has no public name for it
 
 # Nested containers of leaves, or one leaf; Python has no type for it.
 Tree = Any

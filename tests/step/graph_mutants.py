@@ -35,7 +35,7 @@ def traced_problem(*problem_of):
     train_step, specs, batch = problem_of
     layouts = tree.map(lambda x: x if isinstance(x, Layout) else x.layout, (specs, batch))
     empty = tree.map(lambda x: torch.empty(x.local_shape(0), dtype=x.dtype, device="meta"), layouts)
-    traced = step.trace(train_step, empty)
+    traced = step.trace(train_step, tree.place(empty, layouts))
     state = dict(zip(tree.paths(layouts[0]), tree.leaves(layouts[0]), strict=True))
     outputs = [state.get(path.removeprefix("0/")) if path.startswith("0/") else None for path in traced.out_paths]
     return traced, tree.leaves(layouts), outputs, {path for path in traced.in_paths if path.startswith("1/")}

@@ -201,6 +201,7 @@ class Search:
         firsts = ranks.minimum(torch.tensor([ranks.rank if kind == k else ranks.size for k in range(_UNFIT + 1)]))
         gravest = max(k for k in range(_UNFIT + 1) if firsts[k] < ranks.size)
         if gravest == _GOOD:
+            assert found is not None, "no rank has an error"
             nbytes = size if self._wanted() is not None else state_bytes(self.target)
             return Found(step, temporary, found.state, own_metadata(found.source.metadata), nbytes), None
         first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays

@@ -125,7 +125,7 @@ class Restored(NamedTuple):
     told: tuple | None
 
     def warn(self, stacklevel: int) -> None:
-        """Of leaves that are not stored, or not asked for, where `strict` says so: on rank 0."""
+        """Of leaves that are not stored, or not asked for, in a mode of `strict` that warns of them: on rank 0."""
         if self.told is not None:
             warn(*self.told, stacklevel=stacklevel)
 
