@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +91,23 @@ def source(function: Callable[[int], tree.Tree]) -> Source:
             "none"
         )
     return _Function(function)
+
+
+def source_name(given: Source) -> str:
+    """How a source is called in messages: by its class, or by the function that it is made of."""
+    if isinstance(given, _Function):
+        of = given.function
+        return of.__qualname__ if isinstance(of, types.FunctionType) else f"source of a {type(of).__name__}"
+    return type(given).__name__
+
+
+def source_file(given: Source) -> str | None:
+    """The file of its class, or of the function that it is made of; None where it has none."""
+    of = given.function if isinstance(given, _Function) else type(given)
+    try:
+        return inspect.getsourcefile(of)
+    except TypeError:  # of a prompt, or an object that is called
+        return None
 
 
 def require_source(given: Any, who: str) -> Source:

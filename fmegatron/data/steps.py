@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fmegatron import tree
-from fmegatron.data.contract import Placed, Ranges, Source
+from fmegatron.data.contract import Placed, Ranges, Source, source_name
 from fmegatron.layout import DataParallel, Layout, Mesh, zigzag
 from fmegatron.tree.labels import labelled, layout_of
 
@@ -113,6 +113,7 @@ class RankBatches(Source):
     batches: Source
     layout: Layout | Callable[[tuple[int, ...], torch.dtype], Layout] | tree.Tree
     rank: int
+    name: str | None = None  # of the source in messages; None: `source_name`
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, TokenBatches):
@@ -162,7 +163,7 @@ class RankBatches(Source):
 
     def at(self, position: int) -> tree.Tree:
         """This rank's part of the batch of a position."""
-        where = f"{type(self.batches).__name__}: the batch of position {position}"
+        where = f"{self.name or source_name(self.batches)}: the batch of position {position}"
         if self.ranges is not None and self._first is not None:
             got = self.batches.rows(position, self.ranges)
             if got is not None:

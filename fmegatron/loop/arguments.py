@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fmegatron.layout import Layout
-from fmegatron.loop.faults import Injection
-from fmegatron.loop.windows import Window
 
 
 def check_policies(**given: tuple[Any, type, str]) -> None:
@@ -41,29 +39,6 @@ def check_loggers(loggers: Any) -> tuple[Any, ...]:
     return tuple(loggers)
 
 
-def check_injections(faults: str, ranks: int, evaluates: bool) -> tuple[Injection, ...]:
-    """The faults of a text; ValueError for one that cannot happen, a warning for one of a rank that is not.
-
-    That is no error: a run that goes on with fewer ranks keeps its command line.
-    """
-    found = Injection.parse(faults)
-    for fault in found:
-        if fault.at == "evaluation" and not evaluates:
-            raise ValueError(
-                f"Run: inject: got {fault}, wanted a fault of another place in a run without evaluations; give "
-                "evaluate=, or another at="
-            )
-        _warn_of_rank("inject", f"{fault}", fault.rank, ranks)
-    return found
-
-
-def check_windows(wanted: tuple[Window, ...], ranks: int) -> tuple[Window, ...]:
-    """The windows; a warning for one of a rank that is not."""
-    for window in wanted:
-        _warn_of_rank("profile", window.name(), window.rank, ranks)
-    return wanted
-
-
 def check_hashes(every: int | None, layouts: Sequence[Layout], ranks: int) -> int | None:
     """The steps between comparisons of replicas; a warning where no array of numbers has any (ZeRO-3)."""
     if every is not None and ranks > 1 and not any(x.replicas > 1 and x.dtype.is_floating_point for x in layouts):
@@ -72,10 +47,3 @@ def check_hashes(every: int | None, layouts: Sequence[Layout], ranks: int) -> in
             f"{text}nothing is compared; leave it out, or replicate over an axis", RuntimeWarning, stacklevel=3
         )
     return every
-
-
-def _warn_of_rank(name: str, text: str, rank: int | None, ranks: int) -> None:
-    if rank is not None and rank >= ranks:
-        fix = f"give rank=0 to {ranks - 1}" if ranks > 1 else "give rank=0"
-        text = f"Run: {name}: got {text}, wanted a rank below {ranks}: it will not happen; {fix}"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)

@@ -6,17 +6,19 @@ import itertools
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fmegatron import checkpoint, tree
 from fmegatron.loop.deterministic import deterministic
+from fmegatron.loop.effects import named_metrics, require_metrics
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
 from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
 from fmegatron.loop.losses import RollBack, RunAgain
 from fmegatron.loop.meter import Meter
+from fmegatron.loop.metrics import fetch
 from fmegatron.loop.reading import Begun, Reading, own_part
 from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
@@ -43,16 +45,21 @@ class _Attempts:
         self.back_to: int | None = None
         self.newest = reading.begin(0, 0)  # the data of the newest attempt
         self.skip: tuple[tuple[int, int], ...] = ()
-        self.asked = False
+        self.checked = False
 
-    def ask_of_metric(self, logged: Any) -> None:
-        """Once, when all kinds of records were made: warn of a metric that is to end the run and is in none."""
+    def check_metrics(self, logged: Mapping[str, float]) -> None:
+        """Behind the first update of the process: raise for an option that names a metric which there is not.
+
+        Evaluates for it where the name is none of the step's.
+        """
         run = self.run
-        if self.asked or not logged or (run.evaluations and not run.metrics):
-            return
-        self.asked = True
-        if run.world.rank == 0 and (text := run.options.until.unknown({**logged, **run.metrics})):
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        if not self.checked and run.evaluations and not run.metrics:
+            if any(name not in logged for _, name in named_metrics(run.options)):
+                with _section(self.pulse, "evaluation"):
+                    run.metrics = run.evaluate()
+        if not self.checked:
+            require_metrics(run.options, {**logged, **run.metrics})
+        self.checked = True
 
 
 def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[StepInfo]:
@@ -149,20 +156,21 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                         times.forget() if info.step == run.start + 1 else times.log(info.step, info.waited)
                     if not run.evaluations:
                         run.metrics = dict(info.metrics)
+                    own.check_metrics(info.metrics)
                 if lead and first and info.step == run.start + 1:
                     print(memory(run.policies.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
                     _compare(run, info)
+                evaluates = bool(run.evaluations) and (info.last or info.step % run.options.log.eval_every == 0)
+                first_evaluates = saves.is_chosen_by_evaluation(info)
+                if first_evaluates:
+                    _evaluate(own, info, log, meter)
                 with meter.section("save"):
                     saves.due(info)
                 _record_saves(manager, log, events)
-                if run.evaluations and (info.last or info.step % run.options.log.eval_every == 0):
-                    with _section(pulse, "evaluation"), meter.section("evaluation"):
-                        inject("evaluation", info.step, info.state)
-                        run.metrics = run.evaluate()
-                    log(info.step, run.metrics)
+                if evaluates and not first_evaluates:
+                    _evaluate(own, info, log, meter)
                 if stop.signal is None:
-                    own.ask_of_metric(info.metrics)
                     known, look = {**info.metrics, **run.metrics}, lead and bool(info.metrics)
                     stop.signal = run.options.until.reached(known, time.monotonic() - run.began, look)
                 pulse.enter("caller")
@@ -180,6 +188,14 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         pulse.enter("end")
         manager.close()  # finishes the saves in the background that the last one, which is waited for, has overtaken
         _record_saves(manager, log, events)
+
+
+def _evaluate(own: _Attempts, info: StepInfo, log: Loggers, meter: Meter) -> None:
+    """All evaluations, and their record."""
+    with _section(own.pulse, "evaluation"), meter.section("evaluation"):
+        own.inject("evaluation", info.step, info.state)
+        own.run.metrics = own.run.evaluate()
+    log(info.step, own.run.metrics)
 
 
 def _record_saves(manager: checkpoint.Manager, log: Loggers, events: Events) -> None:
@@ -247,10 +263,19 @@ class _Saves:
     def __init__(self, own: _Attempts, claim, data: Begun):
         self.own, self.claim, self.data, self.pending = own, claim, data, None
 
+    def whole(self, info: StepInfo) -> bool:
+        """Whether a checkpoint is due after this update."""
+        return info.last or info.save or info.step % self.own.run.options.save.every == 0
+
+    def is_chosen_by_evaluation(self, info: StepInfo) -> bool:
+        """Whether one is due that stays if an evaluation is good: it is made first."""
+        best, run = self.own.run.options.save.keep_best, self.own.run
+        return best is not None and bool(run.evaluations) and best[0] not in info.tensors and self.whole(info)
+
     def due(self, info: StepInfo) -> None:
         """Save what is due after this update."""
         own, run = self.own, self.own.run
-        whole = info.last or info.save or info.step % run.options.save.every == 0
+        whole = self.whole(info)
         near = run.local is not None and info.step % run.options.save.local.every == 0
         near = near and not (
             whole and (info.last or not run.options.save.in_background)
@@ -280,8 +305,12 @@ class _Saves:
     def _save(self, info: StepInfo, known: dict, finite: bool) -> None:
         run = self.own.run
         try:
-            wait = info.last or not run.options.save.in_background
-            run.manager.save(info.step, info.state, run.specs, known, finite=finite, wait=wait)
+            wait, best = info.last or not run.options.save.in_background, run.options.save.keep_best
+            rated = None
+            if best is not None:  # by the step's own metric, or by that of the evaluation of just now
+                of_step = fetch({best[0]: info.tensors[best[0]]}) if best[0] in info.tensors else run.metrics
+                rated = {best[0]: of_step[best[0]]}
+            run.manager.save(info.step, info.state, run.specs, known, metrics=rated, finite=finite, wait=wait)
         except (RuntimeError, OSError) as error:
             if run.options.save.on_failure != "warn" or info.last or lost_peer(error):
                 raise

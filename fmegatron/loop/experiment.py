@@ -22,13 +22,15 @@ from typing import Any
 
 from fmegatron import data, model, step, tree
 from fmegatron.collectives import World, connect
-from fmegatron.layout import Mesh
-from fmegatron.loop.config import Config
+from fmegatron.layout import STANDARD_AXES, Mesh
+from fmegatron.loop.config import Config, UsageError
+from fmegatron.loop.effects import require_axes
 from fmegatron.loop.flags import set_up
 from fmegatron.loop.options import FIELD, Options, Policies
 from fmegatron.loop.reading import own_rows
 from fmegatron.loop.resume import Settings
 from fmegatron.loop.run import Run
+from fmegatron.loop.sources import mesh_text
 from fmegatron.loop.train import evaluate as evaluated
 from fmegatron.step.description import require_description
 
@@ -76,8 +78,9 @@ class Experiment:
         config = self.Config() if config is None else config
         options = config.run
         with set_up():
-            world = connect(config.mesh) if world is None else world
-            described = require_description(self.describe(config), "Experiment")
+            described = require_description(self._described(config), "Experiment")
+            require_axes(config.mesh, tree.leaves(tree.layouts((described.state, described.batch))))
+            world = _connected(config.mesh) if world is None else world
             source = self.data(config)
             tokenizer = None if self.tokenizer is None else self.tokenizer(config)
             kept = None if described.decoder is None else model.kept(described.decoder, tokenizer)
@@ -94,6 +97,16 @@ class Experiment:
             )
         return run, source
 
+    def _described(self, config: Config) -> step.Description:
+        """`describe`, whose error about an axis that the mesh has a name of its own for is one of the flag."""
+        try:
+            return self.describe(config)
+        except ValueError as error:
+            odd = [name for name in config.mesh.names if name not in STANDARD_AXES and repr(name) in str(error)]
+            if not odd:
+                raise
+            raise UsageError(f"--mesh={mesh_text(config.mesh)}: {error}") from error
+
     def __call__(self, config: Config = None, world: World | None = None) -> Run:
         """Train, or go on; evaluate; finish. The run, whose `state` and `metrics` are the last ones."""
         config = self.Config() if config is None else config
@@ -105,6 +118,14 @@ class Experiment:
             if self.finish is not None:
                 self.finish(config, run)
         return run
+
+
+def _connected(mesh: Mesh) -> World:
+    """`connect`, whose ValueError is one of the flag."""
+    try:
+        return connect(mesh)
+    except ValueError as error:
+        raise UsageError(f"--mesh={mesh_text(mesh)}: {error}") from error
 
 
 def _evaluations(

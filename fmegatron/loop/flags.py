@@ -62,8 +62,7 @@ def set_up() -> Iterator[None]:
     except ValueError as error:
         if type(error) is not ValueError:
             raise
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARY)] or frames
+        own = [x for x in traceback.extract_tb(error.__traceback__)[1:] if not x.filename.startswith(_LIBRARY)]
         where = f" ({os.path.basename(own[0].filename)}:{own[0].lineno})" if own else ""
         raise UsageError(f"{error}{where}") from error
 
@@ -105,7 +104,7 @@ def parse(argv: Sequence[str], config: Config) -> Config:
     try:
         rest = values(argv)[1:]
     except flags.UnrecognizedFlagError as error:
-        raise UsageError(_unknown(error.flagname, defaults)) from None
+        raise UsageError(_unknown(error.flagname, error.flagvalue.partition("=")[2], defaults)) from None
     except (flags.Error, ValueError) as error:  # the second of absl, too: a value behind --noNAME
         raise UsageError(str(error)) from None
     if values["help"].value:
@@ -131,20 +130,45 @@ def parse(argv: Sequence[str], config: Config) -> Config:
     return made
 
 
-def _unknown(name: str, config: Config) -> str:
-    """The message for a flag that there is not, with names of the same end, or else the nearest."""
-    names = [*(field.name for field in fields_of(config)), *(own for own, _ in _OWN)]
+def _unknown(name: str, value: str, config: Config) -> str:
+    """The message for a flag that there is not, with the flags of a group of this name, names of the same end, or the
+    nearest."""
+    fields = fields_of(config)
+    names = [*(field.name for field in fields), *(own for own, _ in _OWN)]
     bare = name.removeprefix("config_")  # as all flags of before 2026-11
+    groups = [one.name for one in walk(config) if one.nested]
+    group = next((one for one in groups if one == bare), None) or next(iter(_same_end(bare, groups)), None)
+    if group is not None and bare not in MOVED:
+        inside = [one for one in fields if one.name.rpartition(".")[0] == group]
+        fitting = [one.name for one in inside if _takes(value, one.hint)] or [one.name for one in inside]
+        flags_of_it = ", ".join(f"--{one}={value or '...'}" for one in fitting)
+        return f"Unknown command line flag '{name}': {group} is a group of flags. Did you mean: {flags_of_it} ?"
     wanted = [bare] if bare in names and bare != name else []
     if options_of(config) is not None and bare in MOVED:
         place = f"{FIELD}.{MOVED[bare]}"
         wanted += [one for one in names if one == place or one.startswith(f"{place}.")]
-    wanted = wanted or [one for one in names if one.rpartition(".")[2] == bare or one.startswith(f"{bare}.")]
+    wanted = wanted or [one for one in names if one.startswith(f"{bare}.")] or _same_end(bare, names)
     wanted = wanted or difflib.get_close_matches(bare, names)
     if not wanted:  # of names in groups the last part, too
         ends = {one.rpartition(".")[2]: one for one in names}
         wanted = [ends[end] for end in difflib.get_close_matches(bare.rpartition(".")[2], list(ends))]
     return f"Unknown command line flag '{name}'." + (f" Did you mean: {', '.join(wanted)} ?" if wanted else "")
+
+
+def _same_end(name: str, names: Sequence[str]) -> list[str]:
+    """The names that end with most of the last parts of this one; [] where not even the last is the same."""
+    parts = name.split(".")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next(filter(None, ([one for one in names if f".{one}".endswith(f".{end}")] for end in ends)), [])
+
+
+def _takes(value: str, hint: Any) -> bool:
+    """Whether a field of this type can have the value of this text, and is not made of any text."""
+    try:
+        found = value_of(value, hint) if value else ""
+        return not (isinstance(found, str) or isinstance(found, tuple) and all(isinstance(x, str) for x in found))
+    except ValueError:
+        return False
 
 
 def usage(config: Config) -> str:

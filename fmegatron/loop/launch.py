@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import sys
+import types
 import typing
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,7 @@ from fmegatron.loop.config import Config, T, UsageError
 from fmegatron.loop.experiment import Experiment
 from fmegatron.loop.faults import Place, fail, watch
 from fmegatron.loop.flags import parse
+from fmegatron.loop.reading import READS
 
 
 @typing.overload
@@ -59,6 +61,8 @@ def launch(
                 faults.leave("returned from main")
             return result
         except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if any(note.startswith(READS) for note in getattr(error, "__notes__", ())):
+                error = _without_own_frames(error)
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
             leaves, claimed = isinstance(error, SystemExit), isinstance(error, ClaimedError)
             own = _status(error) if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
@@ -74,11 +78,23 @@ def launch(
                 hint = "\nTry --help." if usage else ""
                 print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
                 raise SystemExit(status) from None
-            raise
+            raise error
 
 
 def _trained(experiment: Experiment, config: Config) -> dict[str, float]:
     return experiment(config).metrics
+
+
+def _without_own_frames(error: BaseException) -> BaseException:
+    """The error, whose traceback has the frames of others alone: what led to a line of the user's own, and it."""
+    own, trace, found = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep, error.__traceback__, None
+    kept = []
+    while trace is not None:
+        kept += [] if trace.tb_frame.f_code.co_filename.startswith(own) else [trace]
+        trace = trace.tb_next
+    for one in reversed(kept):
+        found = types.TracebackType(found, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return error.with_traceback(found)
 
 
 def _status(error: SystemExit) -> int:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.data import EvaluationBatches, RankBatches, Source, StepBatches
-from fmegatron.data.contract import Placed, require_source
+from fmegatron.data.contract import Placed, require_source, source_file, source_name
 from fmegatron.data.steps import TokenBatches
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop.course import Course, Ranges, check_sizes, course, joined
 from fmegatron.loop.remembered import Remembered, States
 from fmegatron.step import Description
 from fmegatron.tree.spec import strategy_of
+
+READS = "Raised by the data source"  # the beginning of a note on an error of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,10 @@ class Reading:
             raise ValueError(f"Run: {name}: got {count} and {what}, whose samples are not counted, wanted steps=")
         return name, count
 
+    def steps(self, length: tuple[str, int]) -> int:
+        """A length in updates of a new run."""
+        return length[1] if length[0] == "steps" else self.begin(0, 0).steps(length)
+
     def of_rank(self, rank: int) -> Reading:
         """The part of another rank."""
         return dataclasses.replace(self, rank=rank)
@@ -76,8 +84,9 @@ class Reading:
         remembered = None
         if self.states is not None:
             remembered = self.states.begin(step, saved, self.rank, self.world.size, self._rows)
-        part = own_part(self.source if remembered is None else remembered, self.of, self.rank)
-        part = _Moved(part, ranges) if ranges else part
+        given = self.source if remembered is None else remembered
+        part = own_part(given, self.of, self.rank, source_name(self.source))
+        part = _Told(_Moved(part, ranges) if ranges else part, self.source)
         return Begun(Placed(part, self.world.device), None, ranges, step, self.source, remembered)
 
     @property
@@ -152,6 +161,25 @@ class _Moved(Source):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class _Told(Source):
+    """The part of a rank, whose errors note the class and the line of the source that it is made of."""
+
+    source: Source
+    given: Source
+
+    def at(self, position: int) -> Any:
+        try:
+            return self.source.at(position)
+        except Exception as error:
+            file = source_file(self.given)
+            lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if file and x.filename == file]
+            if lines:
+                name = source_name(self.given)
+                error.add_note(f"{READS} {name}, position {position} ({os.path.basename(str(file))}:{lines[-1]})")
+            raise
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Pieces(Source):
     """One rank's part of a course of several pieces, each by its first position."""
 
@@ -162,8 +190,11 @@ class _Pieces(Source):
         return self.parts[self.way.first(position)].at(position)
 
 
-def own_part(source: Source, of: Description | tree.Tree, rank: int) -> RankBatches:
-    """One rank's part of a source, in host memory, by the layouts that follow from `of`. ValueError where uneven."""
+def own_part(source: Source, of: Description | tree.Tree, rank: int, name: str | None = None) -> RankBatches:
+    """One rank's part of a source, in host memory, by the layouts that follow from `of`. ValueError where uneven.
+
+    name: of the source in messages.
+    """
     strategy, described, microbatches = _how(of)
     mesh = _mesh(of)
     if isinstance(source, TokenBatches):
@@ -173,12 +204,12 @@ def own_part(source: Source, of: Description | tree.Tree, rank: int) -> RankBatc
         whole = isinstance(source, EvaluationBatches)  # an evaluation cuts no microbatches
         return RankBatches(source, TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches), rank)
     if tree.leaves(described):
-        return RankBatches(source, described, rank)
+        return RankBatches(source, described, rank, name)
 
     def layout_of(shape: tuple[int, ...], dtype: Any) -> Layout:
         return (strategy or DataParallel()).batch_layout(shape, dtype, mesh, microbatches)
 
-    return RankBatches(source, layout_of, rank)
+    return RankBatches(source, layout_of, rank, name)
 
 
 def own_rows(source: Source, of: Description | tree.Tree, world: World) -> Source:

@@ -21,9 +21,10 @@ from fmegatron import checkpoint, model, tree
 from fmegatron.collectives import Axes, World
 from fmegatron.data import Source
 from fmegatron.layout import Layout
-from fmegatron.loop.arguments import check_hashes, check_injections, check_loggers, check_policies, check_windows
+from fmegatron.loop.arguments import check_hashes, check_loggers, check_policies
 from fmegatron.loop.attempt import running
-from fmegatron.loop.faults import Patience
+from fmegatron.loop.effects import require_effects, require_in_length
+from fmegatron.loop.faults import Injection, Patience
 from fmegatron.loop.hardware import Peak
 from fmegatron.loop.options import MOVED, Options, Policies
 from fmegatron.loop.reading import reading_of
@@ -102,7 +103,9 @@ class Run:
 
     Raises:
         ValueError: for arguments of another kind. TypeError: for arguments of before 2026-11, naming where they are
-        now. UsageError, when it is called, for settings that must not change.
+        now. UsageError: for an option that can never take effect, when it is called also for one that cannot in a run
+        of this length, and for settings that must not change; after the first update for one that names a metric
+        which there is not.
     """
 
     @_names_what_moved
@@ -145,7 +148,7 @@ class Run:
         where, on_failure = self.folder / "checkpoints", save.on_failure or "warn"
         self.manager = checkpoint.Manager(where, save.kept(), world=self.world, on_failure=on_failure)
         self.local = save.local.replicas(self.folder, self.world)
-        self.profile = check_windows(windows(log.profile), self.world.size)
+        self.profile, self.inject = windows(log.profile), Injection.parse(faults.inject)
         self.peak = None if log.peak_flops is None else Peak(log.peak_flops, "given")
         self.loggers = check_loggers(policies.loggers)
         self.flops_per_token = policies.flops_per_token or _flops(described)
@@ -159,7 +162,9 @@ class Run:
         )
         self.patience = _patience(faults.patience, self.world.size)
         self.hash_every = check_hashes(faults.hash_every, layouts, self.world.size)
-        self.inject = check_injections(faults.inject, self.world.size, bool(self.evaluations))
+        goes_on = self.manager.latest() is not None or (self.folder / "injected").exists()
+        known = bool(self.evaluations), self.flops_per_token is not None
+        require_effects(options, self.world.size, goes_on, *known)
         self.start, self.stopped, self.began = 0, False, time.monotonic()
         self.state: Any = None
         self.metrics: dict[str, float] = {}
@@ -199,7 +204,9 @@ class Run:
                 of the Description; for a checkpoint whose state of the source is of other rows; what `train` raises.
         """
         reading = reading_of(batches, self._given, self.world, batch_sizes, skip)
-        return running(self, reading, reading.length(steps, samples, tokens))
+        length = reading.length(steps, samples, tokens)
+        require_in_length(self.options, reading.steps(length))
+        return running(self, reading, length)
 
     def evaluate(self) -> dict[str, float]:
         """The metrics of all evaluations of the state."""

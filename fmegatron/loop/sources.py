@@ -206,8 +206,10 @@ def value_of(text: str, hint: Any) -> Any:
         raise ValueError(f"got {text!r}, wanted true or false")
     if hint is int:
         return _whole(text)
-    if hint in (float, str):
-        return hint(text)
+    if hint is float:
+        return _number(text)
+    if hint is str:
+        return text
     raise ValueError(
         f"got a field of type {type_name(hint)}, wanted one that text can give; change it in a copy of the experiment"
     )
@@ -225,6 +227,13 @@ def _whole(text: str) -> int:
         return int(text.replace("_", ""), 0) if len(text) <= _MOST_DIGITS else int("-")
     except ValueError:
         raise ValueError(f"got {text!r:.60}, wanted a whole number, such as 1000, 1_000 or 1e3") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"got {text!r:.60}, wanted a number, such as 0.1, 3 or 1e-3") from None
 
 
 def _split(text: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Until: why a run may end before its last update: so many hours, a metric that is good enough, a file that appears."""
 
 import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +36,13 @@ class Until:
             raise ValueError(f"Until: hours: got {self.hours!r}, wanted a number above 0")
         if (self.metric is None) != (self.at_most is None and self.at_least is None):
             raise ValueError(f"Until: got {self}, wanted metric with at_most or at_least, or none of the three")
-        wrong = [text for text in self.signals if text.partition("=")[2] not in ("save", "stop")]
-        if wrong:
-            raise ValueError(
-                f"Until: signals: got {wrong[0]!r:.60}, wanted NAME=save or NAME=stop, such as SIGUSR1=save"
-            )
+        for text in self.signals:
+            name, _, what = text.partition("=")
+            if what not in ("save", "stop") or name not in signal.Signals.__members__:
+                near = tree.did_you_mean(name, list(signal.Signals.__members__))
+                raise ValueError(
+                    f"Until: signals: got {text!r:.60}, wanted NAME=save or NAME=stop, such as SIGUSR1=save{near}"
+                )
 
     def asked(self) -> dict[str, str]:
         """What signals ask for, by their names, as `catch` takes it."""
@@ -57,10 +60,3 @@ class Until:
         if value is not None and self.at_least is not None and value >= self.at_least:
             return f"{self.metric} is {value:g}, at least {self.at_least:g} was wanted"
         return None
-
-    def unknown(self, metrics: Mapping[str, Any]) -> str | None:
-        """In words, that the metric is none of these; None when it is one, or none is asked for."""
-        if self.metric is None or self.metric in metrics:
-            return None
-        near = tree.did_you_mean(self.metric, list(metrics))
-        return f"Until: metric: got {self.metric!r}, wanted one of {', '.join(metrics)}{near}; it will not end the run"

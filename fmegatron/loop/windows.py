@@ -40,6 +40,10 @@ class Window:
                 f"{', '.join(KINDS)}, steps a-b with 1 <= a <= b, and a rank of 0 or more"
             )
 
+    def __str__(self) -> str:
+        """As `windows` reads it."""
+        return f"{self.what}:steps={self.first}-{self.last},rank={self.rank}"
+
     def name(self) -> str:
         """Of its file, without an ending."""
         return f"{self.what}_steps_{self.first:08d}-{self.last:08d}_rank_{self.rank}"

@@ -133,10 +133,11 @@ def _check_every_axis_works(specs: dict, mesh: Mesh, known: tuple[str, ...]) -> 
     """ValueError for an axis that splits neither the model nor the batch: its ranks would all do the same work."""
     used = {*known, *(name for spec in tree.leaves(specs) for name in spec.layout.sharded)}
     if idle := [name for name in mesh.names if mesh[name] > 1 and name not in used]:
+        near = tree.did_you_mean(idle[0], list(known))
         raise ValueError(
-            f"mesh {mesh}: got the axis {idle[0]!r}, which splits no array of the model and no batch, wanted each axis "
-            f"to split one, or its {mesh[idle[0]]} ranks would repeat each other's work; name it {', '.join(known)}, "
-            "give a strategy over it, or a rule that uses it"
+            f"mesh {mesh}: got the axis {idle[0]!r}{near}, which splits no array of the model and no batch, wanted "
+            f"each axis to split one, or its {mesh[idle[0]]} ranks would repeat each other's work; name it "
+            f"{', '.join(known)}, give a strategy over it, or a rule that uses it"
         )
 
 

@@ -55,7 +55,7 @@ def main(config):
     train_step = step.build_train_step(loss, optimizer, tree.layouts(specs), axes, microbatches=config.microbatches)
     compiled = step.jit(train_step, donate=0, world=world, backend=config.backend)
     rows = DataParallel().batch_layout((BATCH, SEQ), torch.int64, config.mesh, config.microbatches)
-    local = Local(f"{config.folder}-local" if config.near else "", "run", every=2, copies=1)
+    local = Local(f"{config.folder}-local", "run", every=2, copies=1) if config.near else Local()
     run = Run(
         config.folder,
         compiled,
@@ -67,7 +67,7 @@ def main(config):
             save=Save(config.save_every, in_background=config.async_save, local=local),
             until=Until(signals=("SIGUSR1=stop",)),
             faults=Faults(
-                restart=Restart(config.restarts, meet_s=30),
+                restart=Restart(config.restarts, meet_s=30) if config.restarts else Restart(0),
                 patience=f"step={config.step_s}" if world.size > 1 else "off",
                 inject=config.inject,
             ),

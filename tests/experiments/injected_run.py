@@ -129,8 +129,8 @@ def main(config):
         return rows(position, dtype)
 
     seconds = config.limit_s
-    limits = ("step", "save", "evaluation", "caller", "restart", "end")
-    local = Local(f"{config.folder}-local" if config.near else "", "run", every=1, copies=1)
+    limits = ("step", "save", "evaluation", "caller", *["restart"] * bool(config.restarts), "end")
+    local = Local(f"{config.folder}-local", "run", every=1, copies=1) if config.near else Local()
     slow = {**dict.fromkeys(limits, seconds), "save": config.save_limit_s or seconds}
     patience = ",".join(f"{k}={v}" for k, v in {"setup": config.setup_s, "compile": 60, "factor": 2, **slow}.items())
     run = Run(
@@ -147,9 +147,9 @@ def main(config):
             ),
             faults=Faults(
                 patience=patience if seconds else "off",
-                restart=Restart(config.restarts, meet_s=20),
+                restart=Restart(config.restarts, meet_s=20) if config.restarts else Restart(0),
                 nonfinite=config.on_nonfinite,
-                spike=LossSpike(config.spike, warmup=3),
+                spike=LossSpike(config.spike, warmup=3) if config.spike else LossSpike(0.0),
                 hash_every=config.hash_every or None,
                 inject=config.inject,
             ),

@@ -5,6 +5,7 @@ import torch
 
 from fmegatron import data, loop
 from fmegatron.layout import Layout, Mesh
+from fmegatron.loop import UsageError
 from fmegatron.loop.arguments import check_hashes
 from fmegatron.tree import ArraySpec, Constant
 
@@ -67,15 +68,14 @@ def test_a_wrong_argument_is_an_error_with_its_fix_before_anything_is_written(tm
         {"options": loop.Options(log=loop.Log(profile="trace:steps=1,rank=9"))},
     ],
 )
-def test_what_is_asked_of_a_rank_that_is_not_is_warned_of(tmp_path, given):
+def test_what_is_asked_of_a_rank_that_is_not_is_refused(tmp_path, given):
+    """And warned of in a run that goes on: it may do so with fewer ranks."""
+    with pytest.raises(UsageError, match="got what can never take effect, wanted a rank below 1; give rank=0"):
+        train(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+    train(tmp_path / "run")
     with pytest.warns(RuntimeWarning, match="wanted a rank below 1: it will not happen"):
         train(tmp_path / "run", **given)
-
-
-def test_a_metric_that_no_record_has_is_warned_of_once(tmp_path):
-    with pytest.warns(RuntimeWarning, match=r"got 'los', wanted one of .*did you mean loss") as seen:
-        train(tmp_path / "run", options=loop.Options(until=loop.Until(metric="los", at_most=1.0)))
-    assert len([one for one in seen if "Until" in str(one.message)]) == 1
 
 
 def test_an_evaluation_that_returns_nothing_is_named(tmp_path):

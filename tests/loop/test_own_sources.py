@@ -270,7 +270,7 @@ def test_a_roll_back_goes_on_without_the_bad_batch(tmp_path, kind):
     [
         (
             {"x": torch.zeros(7, 4)},
-            r"_Function: the batch of position 0: 'x': got \(7, 4\) .*, wanted \(8, 4\)",
+            r"<lambda>: the batch of position 0: 'x': got \(7, 4\) .*, wanted \(8, 4\)",
         ),
         (
             {"x": torch.zeros(8, 4, dtype=torch.float64)},
@@ -300,7 +300,7 @@ def test_rows_that_ranks_cannot_share(tmp_path):
     with pytest.raises(ValueError, match="own_rows: got the world of the mesh one rank, wanted dp2"):
         loop.own_rows(data.source(whole), of, World.alone())
     part = loop.own_rows(data.source(lambda position: {"x": torch.zeros(7, 4)}), of.state, ALONE_OF_TWO)
-    with pytest.raises(ValueError, match=r"_Function: the batch of position 3: 'x': .*got 7 rows, which 2 data"):
+    with pytest.raises(ValueError, match=r"<lambda>: the batch of position 3: 'x': .*got 7 rows, which 2 data"):
         part.at(3)
 
     class Short(Rows):

@@ -52,6 +52,12 @@ class Patience:
                 raise ValueError(f"patience: got {part!r:.60}, wanted SECTION=SECONDS of {wanted}; or off") from None
         return Patience(**given)
 
+    @staticmethod
+    def sections(text: str) -> tuple[str, ...]:
+        """The names that a text gives a limit."""
+        parts = () if text == "off" else text.replace(" ", "").split(",")
+        return tuple(part.partition("=")[0] for part in parts if part)
+
     def __post_init__(self):
         for item in fields(self):
             value = getattr(self, item.name)
