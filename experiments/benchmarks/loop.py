@@ -20,7 +20,7 @@ import torch
 
 from fmegatron import data, step, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Log, Options, Policies, Run, Save
+from fmegatron.loop import Log, Options, Run, Save
 from fmegatron.step import matmul_seconds
 from fmegatron.testing import report
 
@@ -81,8 +81,7 @@ def looped(compiled, specs, batch, steps: int, folder: str) -> tuple[float, floa
         folder,
         timed,
         specs,
-        options=Options(log=Log(every=LOG_EVERY, peak_flops=1e12), save=Save(every=10**9)),
-        policies=Policies(flops_per_token=1e6),
+        options=Options(log=Log(every=LOG_EVERY, peak_flops=1e12, flops_per_token=1e6), save=Save(every=10**9)),
     )
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         for info in run(data.source(lambda position: batch), steps=steps + 2):

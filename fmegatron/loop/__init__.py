@@ -15,7 +15,7 @@ from fmegatron.loop.losses import BadLossError, LossSpike, LossStuck
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import NonFiniteError
-from fmegatron.loop.options import Faults, Local, Log, Options, Policies, Save
+from fmegatron.loop.options import Faults, Local, Log, Memory, Options, Policies, Save
 from fmegatron.loop.reading import own_rows
 from fmegatron.loop.replicas import ReplicasDifferError, hashes
 from fmegatron.loop.report import Recorded, read_run, report_page
@@ -46,6 +46,7 @@ __all__ = [
     "LossSpike",
     "LossStuck",
     "MLflow",
+    "Memory",
     "Meter",
     "NonFiniteError",
     "OpenTelemetry",

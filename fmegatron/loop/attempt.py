@@ -53,13 +53,13 @@ class _Attempts:
         Evaluates for it where the name is none of the step's.
         """
         run = self.run
-        if not self.checked and run.evaluations and not run.metrics:
-            if any(name not in logged for _, name in named_metrics(run.options)):
-                with _section(self.pulse, "evaluation"):
-                    run.metrics = run.evaluate()
-        if not self.checked:
-            require_metrics(run.options, {**logged, **run.metrics})
-        self.checked = True
+        if self.checked:
+            return
+        self.checked, names = True, {**logged, **run.metrics}
+        if run.evaluations and any(name not in names for _, name in named_metrics(run.options)):
+            with _section(self.pulse, "evaluation"):
+                names |= run.evaluate()
+        require_metrics(run.options, names)
 
 
 def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[StepInfo]:
@@ -121,7 +121,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
             with _section(pulse, "evaluation"):
                 run.metrics = run.evaluate()
             log(run.start, {f"resumed_{name}": value for name, value in run.metrics.items()})
-        times, step = None, observed.around(_told(pulse, data, run.step), run.start)
+        times, step = None, inject.slowed(observed.around(_told(pulse, data, run.step), run.start))
         if run.options.log.straggler_ratio is not None and world.size > 1:
             times = Stragglers(world, run.folder / "ranks.jsonl", run.options.log.straggler_ratio)
             step = times.timed(step)
@@ -158,7 +158,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                         run.metrics = dict(info.metrics)
                     own.check_metrics(info.metrics)
                 if lead and first and info.step == run.start + 1:
-                    print(memory(run.policies.planned_bytes, world.device, info.seconds), flush=True)
+                    print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
                     _compare(run, info)
                 evaluates = bool(run.evaluations) and (info.last or info.step % run.options.log.eval_every == 0)

@@ -49,7 +49,7 @@ def require_effects(options: Options, ranks: int, goes_on: bool, evaluates: bool
         _refuse("log.eval_every", log.eval_every, "an experiment with evaluations", "give evaluate=, or leave it out")
     if log.peak_flops is not None and not flops_known:
         wanted = "the FLOPs of a token with it, which this step's Description does not have"
-        _refuse("log.peak_flops", log.peak_flops, wanted, "state the FLOPs of a token, or leave it out")
+        _refuse("log.peak_flops", log.peak_flops, wanted, "--run.log.flops_per_token=6e9")
     for section, needed, there in (
         ("evaluation", "evaluations", evaluates),
         ("restart", "faults.restart.most", faults.restart.most),

@@ -11,6 +11,7 @@ nothing; `python -m fmegatron.check`, `plan` and `parity` take the file. `experi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -25,6 +26,7 @@ from fmegatron.collectives import World, connect
 from fmegatron.layout import STANDARD_AXES, Mesh
 from fmegatron.loop.config import Config, UsageError
 from fmegatron.loop.effects import require_axes
+from fmegatron.loop.fits import planned_bytes
 from fmegatron.loop.flags import set_up
 from fmegatron.loop.options import FIELD, Options, Policies
 from fmegatron.loop.reading import own_rows
@@ -73,7 +75,8 @@ class Experiment:
         """(the run, what it reads): `for info in run(source, config.run.steps): ...`. Nothing is written.
 
         config: None: the defaults. world: the ranks, where they are connected already. All ranks call it.
-        Raises UsageError for what cannot be meant; what `connect` raises.
+        Raises UsageError for what cannot be meant, for options that can never take effect, and for a step that does
+        not fit into the memory of a rank; what `connect` raises.
         """
         config = self.Config() if config is None else config
         options = config.run
@@ -85,9 +88,12 @@ class Experiment:
             tokenizer = None if self.tokenizer is None else self.tokenizer(config)
             kept = None if described.decoder is None else model.kept(described.decoder, tokenizer)
             held_out = {} if self.evaluate is None else self.evaluate(config)
+            faults = options.faults
+            skips = faults.nonfinite == "skip" or (faults.spike.factor and faults.spike.then == "skip")
+            donated = () if skips else 0  # what is skipped needs the state of before
             run = Run(
                 options.folder,
-                step.jit(described.function, donate=0, world=world, backend=options.backend),
+                step.jit(described.function, donate=donated, world=world, backend=options.backend),
                 described,
                 world=world,
                 settings=Settings(config, kept=kept),
@@ -95,6 +101,7 @@ class Experiment:
                 evaluate=_evaluations(held_out, described, world, options.backend),
                 policies=self.policies,
             )
+        run.planned_bytes = planned_bytes(described, world, options.memory, functools.partial(self._on_mesh, config))
         return run, source
 
     def _described(self, config: Config) -> step.Description:
@@ -106,6 +113,9 @@ class Experiment:
             if not odd:
                 raise
             raise UsageError(f"--mesh={mesh_text(config.mesh)}: {error}") from error
+
+    def _on_mesh(self, config: Config, mesh: Mesh) -> step.Description:
+        return require_description(self.describe(dataclasses.replace(config, mesh=mesh)), "Experiment")
 
     def __call__(self, config: Config = None, world: World | None = None) -> Run:
         """Train, or go on; evaluate; finish. The run, whose `state` and `metrics` are the last ones."""

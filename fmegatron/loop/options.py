@@ -7,7 +7,7 @@
 
     python mine.py --run.steps=2000 --run.save.every=50 --run.faults.spike.factor=4 --run.until.hours=11.5
 
-What no text can give (objects, such as loggers) is in `Policies`.
+What no text can give (loggers of one's own) is in `Policies`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fmegatron.loop.config import check, field
 from fmegatron.loop.losses import LossSpike, LossStuck
 from fmegatron.loop.plain import plain
 from fmegatron.loop.restart import Restart
+from fmegatron.loop.services import check_services
 from fmegatron.loop.until import Until
 
 
@@ -41,6 +42,21 @@ class Log:
     profile: str = field("", resume="free")  # steps that a profiler observes: trace:steps=10-12,rank=0
     straggler_ratio: float | None = field(1.5, resume="free", least=1)  # times the median: a rank is slow
     peak_flops: float | None = field(None, resume="free", above=0)  # FLOP/s of a device, for MFU; none: found
+    flops_per_token: float | None = field(None, resume="free", above=0)  # of a step, for MFU; none: of the decoder
+    to: tuple[str, ...] = field((), resume="free")  # services: tensorboard,wandb,mlflow,opentelemetry, or NAME=PLACE
+
+    def __post_init__(self):
+        check(self)
+        check_services(self.to)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank may take: the plan of the step is compared with it before anything is written."""
+
+    plan: Literal["auto", "exact", "off"] = field("auto", resume="free")  # auto: counted where formulas come near
+    limit_bytes: float | None = field(None, resume="free", above=0)  # of a rank; none: its device, or its container
+    planned_bytes: float | None = field(None, resume="free", above=0)  # of a rank, by a plan of before; none: planned
 
     __post_init__ = check
 
@@ -108,7 +124,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Options:
-    """How a run goes: folder, length, seed, and when something is shown, saved, and done about faults."""
+    """How a run goes: folder, length, seed, memory, and when something is shown, saved, and done about faults."""
 
     folder: str = field("runs/run", resume="free", least=1)  # checkpoints and metrics; a run that is there is resumed
     steps: int = field(500, resume="named", least=1)  # updates in all, those before a resume included
@@ -117,6 +133,7 @@ class Options:
     backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")  # of step.jit
     deterministic: bool = field(False, resume="named")  # the same bits in every process of a machine
     log: Log = field(Log(), resume="free")
+    memory: Memory = field(Memory(), resume="free")
     save: Save = field(Save(), resume="free")
     faults: Faults = field(Faults(), resume="free")
     until: Until = field(Until(), resume="free")
@@ -128,14 +145,11 @@ class Options:
 class Policies:
     """What code gives a run, and no text can.
 
-    loggers: objects with write(step, values) and close(), beside the table on stdout and `metrics.jsonl`.
-    flops_per_token: forward and backward, for MFU and what is printed at the beginning; None: of the decoder, where the
-        step's Description has one. planned_bytes: memory of a rank, printed beside what the first step took.
+    loggers: objects with write(step, values) and close(), beside the table on stdout, `metrics.jsonl` and the services
+        of `Log.to`.
     """
 
     loggers: Sequence[Any] = ()
-    flops_per_token: float | None = None
-    planned_bytes: float | None = None
 
 
 # ---- where things were before ----------------------------------------------------------------------------------------
@@ -173,8 +187,8 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "until": "until",
         "signals": "until.signals",
         "loggers": "policies.loggers",
-        "flops_per_token": "policies.flops_per_token",
-        "planned_bytes": "policies.planned_bytes",
+        "flops_per_token": "log.flops_per_token",
+        "planned_bytes": "memory.planned_bytes",
     }
 )
 FIELD = "run"  # the field of a Config that has its Options

@@ -29,6 +29,7 @@ from fmegatron.loop.hardware import Peak
 from fmegatron.loop.options import MOVED, Options, Policies
 from fmegatron.loop.reading import reading_of
 from fmegatron.loop.resume import Settings
+from fmegatron.loop.services import loggers_of
 from fmegatron.loop.signals import is_interactive
 from fmegatron.loop.train import StepInfo
 from fmegatron.loop.windows import windows
@@ -91,13 +92,15 @@ class Run:
         options: when something is logged, saved, and done about faults, and of which seed the initial values are; None:
             the field `run` of the Config in `settings`, where it is `Options`, else the defaults. Of it `folder`,
             `steps` and `backend` are for who makes the run, calls it, and jits the step.
-        policies: what no text can give: loggers, FLOPs, planned memory.
+        policies: what no text can give: loggers of one's own.
 
     Attributes:
         start: updates that the state had seen when this process began; 0 for a new run.
         state: the newest state; from `step` with a donated state, valid until the next step.
         metrics: of the last evaluation; without `evaluate`, those of the last step that was logged.
         stopped: whether a signal, or `options.until`, ended the run before its last step.
+        planned_bytes: memory of a rank in a step, as it was planned: printed beside what the first step took; None: not
+            known. An `Experiment` has it planned.
         manager: the `checkpoint.Manager` of `checkpoints/`.
         described: the `step.Description`, None where only specs were given.
 
@@ -150,8 +153,9 @@ class Run:
         self.local = save.local.replicas(self.folder, self.world)
         self.profile, self.inject = windows(log.profile), Injection.parse(faults.inject)
         self.peak = None if log.peak_flops is None else Peak(log.peak_flops, "given")
-        self.loggers = check_loggers(policies.loggers)
-        self.flops_per_token = policies.flops_per_token or _flops(described)
+        self.loggers = (*loggers_of(log.to, self.folder), *check_loggers(policies.loggers))
+        self.flops_per_token = log.flops_per_token or _flops(described)
+        self.planned_bytes = options.memory.planned_bytes
         self.spike, self.stuck, self.restart = (
             of if on else None
             for of, on in (

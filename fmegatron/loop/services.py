@@ -1,16 +1,69 @@
 """Loggers of services: TensorBoard, Weights & Biases, MLflow and OpenTelemetry, each by its own package.
 
-The packages are optional (the extra `logs`) and are imported at the first write. Give them to `Run` as
-`policies=Policies(loggers=[...])`: a run that is resumed gives each of them the step from which it goes on.
+    --run.log.to=tensorboard,mlflow=http://host:5000      # loop.Log(to=("tensorboard", "mlflow=http://host:5000"))
+
+The packages are optional (the extra `logs`) and are imported at the first write. With other settings than those of a
+flag, give them to `Run` as `policies=Policies(loggers=[...])`. A run that is resumed gives each of them the step from
+which it goes on.
 """
 
+import importlib.util
 import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+import xxhash
+
+from fmegatron import tree
+
+# What a flag calls a service, and the package that it needs.
+SERVICES = MappingProxyType(
+    {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "opentelemetry": "opentelemetry"}
+)
+
+
+def check_services(names: Sequence[str]) -> None:
+    """ValueError for what names no service: NAME or NAME=PLACE, each once."""
+    for text in names:
+        name = text.partition("=")[0]
+        if name not in SERVICES or sum(one.partition("=")[0] == name for one in names) > 1:
+            near = tree.did_you_mean(name, list(SERVICES))
+            raise ValueError(
+                f"Log.to: got {text!r:.60}, wanted each once of {', '.join(SERVICES)}, or NAME=PLACE{near}"
+            )
+
+
+def loggers_of(names: Sequence[str], folder: Path) -> tuple[Any, ...]:
+    """The loggers of a run by their names. PLACE is the folder of tensorboard (default FOLDER/tensorboard), the project
+    of wandb (fmegatron; the run is called as its folder), the store of mlflow (a file FOLDER/mlflow.db) and the file of
+    opentelemetry (none: the providers that the process has set up).
+
+    ValueError for a service whose package is not installed.
+    """
+    found = []
+    for text in names:
+        name, _, place = text.partition("=")
+        if importlib.util.find_spec(SERVICES[name]) is None:
+            raise _missing(f"--run.log.to={text}", SERVICES[name])
+        if name == "tensorboard":
+            found.append(TensorBoard(place or folder / "tensorboard"))
+        if name == "wandb":
+            own = xxhash.xxh3_64(os.path.abspath(folder).encode()).hexdigest()  # the same when the run goes on
+            found.append(
+                WeightsAndBiases(
+                    project=place or "fmegatron", name=folder.name, id=own, resume="allow", dir=str(folder)
+                )
+            )
+        if name == "mlflow":
+            found.append(MLflow(place or f"sqlite:///{os.path.abspath(folder)}/mlflow.db", name=folder.name))
+        if name == "opentelemetry":
+            found.append(OpenTelemetry(place or None))
+    return tuple(found)
 
 
 def _missing(service: str, package: str) -> ValueError:

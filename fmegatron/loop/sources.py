@@ -67,6 +67,11 @@ def of_file(path: str, config: Config, older: Callable[[Mapping, Config], Mappin
     Raises SourceError: not readable, neither TOML nor of a run, a name that the Config does not have, a value of
     another type.
     """
+    if path.endswith((".yaml", ".yml")):
+        raise SourceError(
+            f"{path}: got YAML, wanted TOML; --print_config prints the values as a TOML file that --config reads: "
+            "lines such as lr = 0.1, and groups as [run.save]"
+        )
     try:
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)

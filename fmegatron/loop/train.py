@@ -108,7 +108,7 @@ def train(
         spike: what a loss that is too high is, and what follows; None: nothing.
         stuck: the same for a loss that does not move.
         pulse: is kept informed which section of the run this rank is in (`faults.watched`).
-        inject: faults that are to happen.
+        inject: faults that are to happen; one that is "slow" is felt in `inject.slowed(step)`.
 
     Raises:
         ValueError: settings that make no sense, and what is no source.

@@ -26,8 +26,8 @@ class Until:
     hours: float = math.inf  # since the run began in this process
     file: str | None = None  # a path: the run ends when it is there
     metric: str | None = None  # of the log or an evaluation, with at_most or at_least
-    at_most: float | None = None
-    at_least: float | None = None
+    at_most: float | None = None  # of the metric: the run ends when it is no more
+    at_least: float | None = None  # of the metric: the run ends when it is no less
     signals: tuple[str, ...] = ("SIGUSR1=save", "SIGHUP=stop")  # save: and go on
 
     def __post_init__(self):

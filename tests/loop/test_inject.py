@@ -70,8 +70,10 @@ def test_how_a_rank_leaves_slows_down_and_stops():
         Injector("exit")("step", 1)
     assert left.value.code == 3
     slow, began = Injector("slow:seconds=0.02"), time.monotonic()
-    for step in (1, 2, 3):
-        slow("step", step)
+    step = slow.slowed(lambda state, batch: state + batch)
+    for number in (1, 2, 3):
+        slow("step", number)
+        assert step(number, 2) == number + 2
     assert time.monotonic() - began >= 0.06
     seen = []
     before = signal.signal(signal.SIGCONT, lambda *_: seen.append("goes on"))

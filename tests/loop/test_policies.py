@@ -18,8 +18,8 @@ from fmegatron.loop import (
     Local,
     Log,
     LossSpike,
+    Memory,
     Options,
-    Policies,
     RerunError,
     Restart,
     Run,
@@ -260,7 +260,7 @@ def test_evaluations_by_name(tmp_path):
 
 
 def test_the_first_step_is_reported(tmp_path, capsys):
-    for _ in Run(tmp_path, toward, SPECS, policies=Policies(planned_bytes=3 << 30))(batch_at, steps=2):
+    for _ in Run(tmp_path, toward, SPECS, options=Options(memory=Memory(planned_bytes=3 << 30)))(batch_at, steps=2):
         pass
     assert (
         "first step   0." in (out := capsys.readouterr().out) and "(resident, with the compiler), 3 GiB planned" in out

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from fmegatron.loop import Loggers, MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
+from fmegatron.loop import Log, Loggers, MLflow, OpenTelemetry, TensorBoard, WeightsAndBiases
+from fmegatron.loop.services import loggers_of
 
 WHY = "the extra `logs` is not installed; `make test-all` installs it"
 NUMBERS = {"loss": 2.0, "odd name: a/b?": math.inf}
@@ -34,6 +35,27 @@ def test_services_that_are_not_installed_are_named(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=r"got no package .*; pip install 'fmegatron\[logs\]'"):
             logger.write(1, {"loss": 1.0})
         logger.close()
+
+
+def test_services_by_name(tmp_path, monkeypatch):
+    """As a flag names them; what is unknown, named twice or not installed is an error with its fix."""
+    for names, words in ((("tensorbord",), "did you mean tensorboard"), (("wandb", "wandb=b"), "wanted each once of")):
+        with pytest.raises(ValueError, match=words):
+            Log(to=names)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"--run.log.to=wandb=b: got no package wandb, .*pip install 'fmegatron\[logs\]"
+    ):
+        loggers_of(("wandb=b",), tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    names = "tensorboard", "wandb", "mlflow", "opentelemetry"
+    board, wandb, mlflow, telemetry = loggers_of(names, tmp_path / "a")
+    assert board.directory == str(tmp_path / "a" / "tensorboard") and telemetry.path is None
+    assert (mlflow.uri, mlflow.name) == (f"sqlite:///{tmp_path / 'a'}/mlflow.db", "a")
+    assert wandb.settings["project"] == "fmegatron" and wandb.settings["dir"] == str(tmp_path / "a")
+    board, again, mlflow, telemetry = loggers_of([f"{name}={tmp_path / 'x'}" for name in names], tmp_path / "a")
+    assert board.directory == mlflow.uri == str(telemetry.path) == again.settings["project"] == str(tmp_path / "x")
+    assert again.settings["id"] == wandb.settings["id"]
 
 
 def test_tensorboard(tmp_path):

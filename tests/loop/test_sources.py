@@ -297,3 +297,10 @@ def test_under_absl_app(tmp_path):
 
 def test_launch_reads_them(toml):
     assert launch(lambda config: config.steps, Config, ["prog", f"--config={toml('steps = 3')}"]) == 3
+
+
+def test_yaml_is_refused_with_the_way(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 3\n")
+    with pytest.raises(UsageError, match=r"run.yaml: got YAML, wanted TOML; --print_config prints the values as a"):
+        parse(["prog", f"--config={path}"], Config)

@@ -130,14 +130,22 @@ class Injector:
 
     def __call__(self, at: str, step: int, state: tree.Tree = None) -> None:
         """Bring about what is due at this place of this update. state: what it may be done to."""
-        if self._slow and at == "step":
-            _work(self._slow)
         for fault in list(self.faults):
             if fault.at == at and (at == "setup" or step >= fault.step):
                 self.faults.remove(fault)
                 if step == fault.step or at != "step":
                     if self._first(fault):
                         self._happen(fault, state)
+
+    def slowed(self, step: Callable) -> Callable:
+        """The same step, which works the seconds of a "slow" that has happened, too: what measures it sees them."""
+
+        def slowed_step(state: tree.Tree, batch: tree.Tree) -> Any:
+            if self._slow:
+                _work(self._slow)
+            return step(state, batch)
+
+        return slowed_step if any(fault.kind == "slow" for fault in self.faults) else step
 
     def _first(self, fault: Injection) -> bool:
         """Whether this fault has not happened yet in this run; afterwards it has."""
@@ -167,7 +175,6 @@ class Injector:
             time.sleep(min(seconds, 1e9))
         if fault.kind == "slow":
             self._slow = seconds
-            _work(seconds)
         if fault.kind in ("nan", "bitflip"):
             _damage(state, fault.kind)
         if fault.kind == "oom":

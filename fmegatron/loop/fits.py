@@ -1,0 +1,163 @@
+"""Whether a run fits: the plan of its step against the memory of a rank, before anything is written.
+
+A rank has the memory of its device; on a CPU its share of that of the machine, or of the container (cgroup), beside
+what the process holds already. The formulas of `plan.quick` take milliseconds; where they come near the limit, or
+count no activations, the step that is compiled is counted exactly (`plan.exact`, some 20 s of a processor).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from fmegatron import plan, tree
+from fmegatron.collectives import World
+from fmegatron.files.look import look
+from fmegatron.layout import Layout, Mesh
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.options import Memory
+from fmegatron.loop.sources import mesh_text
+from fmegatron.step import Description, State
+
+NEAR = 0.5  # of the limit: from here on formulas are not trusted
+_MOST_RANKS = 1024  # of meshes that are tried where none of as many ranks fits
+_CGROUPS, _OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
+
+
+def planned_bytes(
+    described: Description, world: World, options: Memory, describe: Callable[[Mesh], Description]
+) -> float | None:
+    """The bytes that the step is planned to take on a rank, None where that was not asked for. All ranks call it.
+
+    describe: the same step on another mesh. Raises UsageError where it cannot fit: with the three largest parts, and a
+    mesh that would.
+    """
+    if options.plan == "off":
+        return options.planned_bytes
+    limit, of = _limit(options, world)
+    limit = int(world.minimum(torch.tensor([math.floor(limit)])))  # all ranks decide the same
+    state = _state_parts(described)
+    peak, parts, how = sum(size for _, size in state), state, "its state alone"
+    if options.planned_bytes is not None:
+        peak, parts, how = (
+            options.planned_bytes,
+            [*state, ("beside them", options.planned_bytes - peak)],
+            "as planned before",
+        )
+    elif peak <= limit:
+        peak, parts, how = _planned(described, options.plan, limit, state)
+    if peak <= limit:
+        return peak
+    mesh = described_mesh(described)
+    fix = "give that of this step" if options.planned_bytes else _another(describe, mesh, limit)
+    where = f"on each rank of {mesh}" if mesh.size > 1 else "on one rank"
+    largest = "; ".join(f"{plan.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3])
+    raise UsageError(
+        f"memory: got a step that takes {plan.in_mib(peak)} {where} ({how}), wanted at most {plan.in_mib(limit)}, {of}."
+        f" The largest parts: {largest}; {fix}, or --run.memory.plan=off"
+    )
+
+
+def described_mesh(described: Description) -> Mesh:
+    """The mesh of a step."""
+    return tree.leaves(tree.layouts(described.state))[0].mesh
+
+
+def _limit(options: Memory, world: World) -> tuple[float, str]:
+    """(bytes of this rank, of what)."""
+    if options.limit_bytes is not None:
+        return options.limit_bytes, "as --run.memory.limit_bytes says"
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory, f"the memory of {world.device}"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = min(whole, container_bytes() or whole)
+    held = resident_bytes()
+    what = "of the container (cgroup)" if limit < whole else "of the machine"
+    each = f", which {ranks} ranks share" if ranks > 1 else ""
+    return max(0, limit / ranks - held), f"the {plan.in_mib(limit)} {what}{each} without what a process holds already"
+
+
+def resident_bytes() -> int:
+    """What this process holds in memory now."""
+    text = look(Path("/proc/self/statm").read_text, "0 0")
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def container_bytes(root: str | Path = _CGROUPS, groups: str | Path = _OWN_GROUPS) -> int | None:
+    """The least limit of the cgroups that this process is in, of version 1 or 2; None without any."""
+    return min(_limits(Path(root), Path(groups)), default=None)
+
+
+def _limits(root: Path, groups: Path) -> Iterator[int]:
+    for line in look(groups.read_text, "").splitlines():
+        _, controllers, inside = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        folder = top / inside.lstrip("/")
+        for one in (folder, *folder.parents):  # a group is limited by those that it is in
+            if not one.is_relative_to(top):
+                break
+            text = look((one / name).read_text, "max").strip()
+            if text.isdigit():
+                yield int(text)
+
+
+def _state_parts(described: Description) -> list[tuple[str, float]]:
+    """(name, bytes of rank 0) of what the state is made of."""
+    state = tree.layouts(described.state)
+    named = {"of the state": state}
+    if isinstance(state, State):
+        named = {"of parameters": state.params, "of the optimizer's state": state.opt}
+    return [(name, sum(_nbytes(layout) for layout in tree.leaves(part))) for name, part in named.items()]
+
+
+def _nbytes(layout: Layout) -> int:
+    return layout.local_nbytes(0)
+
+
+def _planned(
+    described: Description, how: str, limit: float, state: list[tuple[str, float]]
+) -> tuple[float, list[tuple[str, float]], str]:
+    """(peak, its parts, how it was found)."""
+    if how != "exact":
+        try:
+            by_formula = plan.quick(described)
+        except ValueError:  # no State
+            by_formula = None
+        known = by_formula is not None and not by_formula.unknown_memory
+        peak = sum(size for _, size in state) if by_formula is None else by_formula.peak
+        if peak <= limit * (NEAR if known else NEAR / 2):
+            return peak, state, "by formulas"
+    try:
+        counted = plan.exact(described.function, described.state, described.batch, described_mesh(described))
+    except (ValueError, RuntimeError) as error:
+        warnings.warn(f"memory: the step is not planned: {error}; it is not known to fit", RuntimeWarning, stacklevel=3)
+        return sum(size for _, size in state), state, "its state alone"
+    held: dict[str, float] = {}
+    for one in counted.held:
+        name = f"of {one.op} at {one.at}"
+        held[name] = held.get(name, 0) + one.nbytes
+    return counted.peak, [*state, ("of the batch", counted.batch), *held.items()], "planned exactly"
+
+
+def _another(describe: Callable[[Mesh], Description], mesh: Mesh, limit: float) -> str:
+    """In words, a mesh that would fit, by formulas."""
+    ranks = mesh.size
+    while ranks <= max(_MOST_RANKS, mesh.size):
+        found = plan.search(describe, (x for x in plan.meshes_of(ranks) if x != mesh), round(limit))
+        if found.found:
+            one = found.found[0].mesh
+            more = "" if ranks == mesh.size else f" of {ranks} ranks with as much memory each"
+            return f"--mesh={mesh_text(one)}{more} would fit"
+        if found.undecided:
+            break
+        ranks *= 2
+    command = f"python -m fmegatron.plan EXPERIMENT --search {mesh.size} --memory {limit / 2**30:.4g}"
+    return f"{command} looks for a mesh that fits"
