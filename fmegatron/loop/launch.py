@@ -30,7 +30,10 @@ def launch(
 ) -> T | dict[str, float]:
     """Run an experiment with the flags of the command line, on this process as one rank, and return its last metrics.
 
-    main: the `Experiment`, or a function of a config, whose result is returned (a loop by hand).
+    main: the `Experiment`, or a function of a config, whose result is returned: for programs that are not one run.
+        `experiments/moe.py` trains two and compares them, `demo.py` starts torchrun, `by_hand.py` writes the loop out;
+        they have flags, ranks and failures as an experiment has them, and no step, data or run for one to describe.
+        `launch(experiment)` is this form: `launch(lambda config: experiment(config).metrics, experiment.Config)`.
     config: of a function: a frozen dataclass whose fields all have defaults (or an instance of one); see `flags.parse`.
     argv: program name and flags; None reads `sys.argv`, or in a notebook takes the defaults.
 

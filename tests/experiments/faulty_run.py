@@ -1,92 +1,27 @@
-"""A run with a fault in each attempt of its job: `torchrun ... faulty_run.py EXPERIMENT FAULTS,FAULTS,... FLAGS`.
+"""A run with faults, then one without: `torchrun ... faulty_run.py EXPERIMENT FLAGS`, of which one is
+`--run.faults.inject=...`.
 
-EXPERIMENT: a module with a Config and an `experiment`, or a main. FAULTS of the attempts, in their order, each
-KIND:RANK:STEP and joined by "+": what happens to that rank when it begins that update. The file RUN-faults counts the
-attempts that have ended by one. After the last attempt the run is done once more, by the same processes in the folder
-RUN-clean, without faults.
+EXPERIMENT: a module with a Config and an `experiment`, or a main. When the run has ended well, whatever number of
+attempts it took, it is done once more by the same processes in the folder RUN-clean, without faults.
 """
 
 import dataclasses
-import errno
 import importlib
-import math
-import os
-import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
-from fmegatron import loop, tree
-
-STOPPED_S = 2
-
-
-def happen(kind, state, go):
-    """The fault, on this rank. go: the file whose appearance ends a "wait"."""
-    pid = os.getpid()
-    if kind == "kill":
-        os.kill(pid, signal.SIGKILL)
-    elif kind == "raise":
-        raise ValueError("a bad thing")
-    elif kind == "exit":
-        sys.exit(3)
-    elif kind == "stop":
-        subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {pid}"])
-        os.kill(pid, signal.SIGSTOP)
-    elif kind == "wait":
-        while not go.exists():
-            time.sleep(0.05)
-    elif kind == "hang":
-        os.kill(pid, signal.SIGSTOP)
-    elif kind == "nan":
-        next(x for x in tree.leaves(state) if x.dim()).flatten()[0] = math.nan
-    elif kind == "full":
-        write = os.write
-
-        def full(fd, content):
-            if fd > 2 and os.path.isfile(f"/proc/self/fd/{fd}"):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(fd, content)
-
-        os.write = full
-    else:
-        raise ValueError(f"no fault {kind!r}")
+from fmegatron import loop
+from fmegatron.loop import Faults
 
 
 def main(config):
-    """The run with the faults of this attempt; the last attempt is followed by the run that had none."""
-    rank, train, count, due = int(os.environ["RANK"]), loop.train, Path(f"{config.run.folder}-faults"), {}
-    attempt = count.stat().st_size if count.exists() else 0
-    for fault in filter(None, ATTEMPTS[attempt].split("+")):
-        kind, where, when = fault.split(":")
-        if int(where) == rank:
-            due[int(when)] = kind
-
-    def with_faults(step, state, batch_at, **settings):
-        number = settings["start"]
-
-        def faulty(state, batch):
-            nonlocal number
-            number += 1
-            if number in due:
-                if due[number] not in ("stop", "wait"):
-                    with count.open("a") as file:
-                        file.write("x")
-                happen(due.pop(number), state, Path(f"{config.run.folder}-go"))
-            return step(state, batch)
-
-        return train(faulty, state, batch_at, **settings)
-
-    loop.train = with_faults
+    """The run with its faults, and the one that had none."""
     train_it = EXPERIMENT.experiment if "experiment" in vars(EXPERIMENT) else EXPERIMENT.main
     result = train_it(config)
-    if attempt == len(ATTEMPTS) - 1:
-        clean = dataclasses.replace(config.run, folder=f"{config.run.folder}-clean")
-        train_it(dataclasses.replace(config, run=clean))
+    clean = dataclasses.replace(config.run, folder=f"{config.run.folder}-clean", faults=Faults())
+    train_it(dataclasses.replace(config, run=clean))
     return result if isinstance(result, float | None) else result.metrics
 
 
 if __name__ == "__main__":
-    EXPERIMENT, ATTEMPTS = importlib.import_module(sys.argv.pop(1)), sys.argv.pop(1).split(",")
+    EXPERIMENT = importlib.import_module(sys.argv.pop(1))
     loop.launch(main, EXPERIMENT.Config)

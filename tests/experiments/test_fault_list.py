@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,18 +23,28 @@ from tests.house import ROOT
 
 STEPS = 12
 SMALL_RUN = {"steps": STEPS, "save_every": 3, "log_every": 1, "mesh": "fsdp=2"}
+STOPPED_S = 2
+ENDING = "kill:rank=1,step=5", "nan:rank=0,step=8", "exit:rank=1,step=11"
 SHAKESPEARE = {**SMALL, **SMALL_RUN, "backend": "aot_eager", "eval_every": 100, "prompts": ""}
 
 
 @pytest.fixture
 def job(tmp_path, python):
-    """job(*attempts) -> a running torchrun of two ranks of `faulty_run`, in tmp_path/run; ended with the test."""
+    """job(*faults) -> a running torchrun of two ranks of `faulty_run`, in tmp_path/run; ended with the test.
+
+    Each of the faults happens once; as many restarts as there are faults are allowed.
+    """
     running = []
 
-    def start(*attempts, experiment="tests.experiments.small_run", launch=("--standalone",), ranks=2, **changes):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, f"--max-restarts={len(attempts)}"]
-        script = [str(ROOT / "tests/experiments/faulty_run.py"), experiment, ",".join(attempts)]
-        flags = {"run": tmp_path / "run", **(SHAKESPEARE if "shakespeare" in experiment else SMALL_RUN), **changes}
+    def start(*faults, experiment="tests.experiments.small_run", launch=("--standalone",), ranks=2, **changes):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, f"--max-restarts={len(faults)}"]
+        script = [str(ROOT / "tests/experiments/faulty_run.py"), experiment]
+        flags = {
+            "run": tmp_path / "run",
+            "inject": "+".join(faults),
+            **(SHAKESPEARE if "shakespeare" in experiment else SMALL_RUN),
+            **changes,
+        }
         command = [*torchrun, f"--nproc-per-node={ranks}", *script, *flags_of(flags)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         files = {name: open(tmp_path / f"{name}{len(running)}", "w+") for name in ("stdout", "stderr")}
@@ -61,6 +72,17 @@ def ended(job, seconds=900):
     return process.returncode, *texts
 
 
+def stopped_process(pid):
+    """The one of those that torchrun has started, or that they have, which is stopped."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+            found = child if state == "T" else stopped_process(child)
+            if found is not None:
+                return found
+    return None
+
+
 def losses(run):
     return {r["step"]: r["loss"] for r in loop.read_metrics(run / "metrics.jsonl") if "loss" in r}
 
@@ -76,14 +98,14 @@ def assert_as_if_nothing_had_happened(run, faults):
     clean = run.with_name("run-clean")
     assert losses(run) == losses(clean) and sorted(losses(run)) == list(range(1, STEPS + 1))
     assert all(torch.equal(a, b) for a, b in zip(last(run), last(clean), strict=True))
-    count = run.with_name("run-faults")
-    assert faults == (count.stat().st_size if count.exists() else 0)
+    happened = [x.name for x in (run / "injected").iterdir()] if faults else []
+    assert faults == len([name for name in happened if not name.startswith("stop")])
 
 
 @pytest.mark.long
 def test_a_run_survives_what_happens_to_its_ranks(job, tmp_path):
     """A rank is stopped for a while and another killed; then a number is not finite; then a rank leaves."""
-    status, _, err = ended(job("stop:0:2+kill:1:5", "nan:0:8", "exit:1:9", ""))
+    status, _, err = ended(job(f"stop:rank=0,step=2,seconds={STOPPED_S}", *ENDING))
     assert status == 0, err
     assert_as_if_nothing_had_happened(tmp_path / "run", 3)
     assert "(exitcode: -9) local_rank: 1" in err
@@ -106,15 +128,16 @@ def test_every_fault(job, tmp_path, rank, asynchronous):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = ("--standalone",) if rank else ("--master-addr=127.0.0.1", f"--master-port={port}")
-    attempts = [f"{kind}:{rank}:5" for kind in ("kill", "raise", "exit", "nan")]
+    faults = [f"{kind}:rank={rank},step=5" for kind in ("kill", "exception", "exit", "nan")]
     if not asynchronous:
-        attempts.append(f"full:{rank}:7")
-    attempts = [f"stop:{rank}:2+{attempts[0]}", *attempts[1:], ""]
-    status, _, err = ended(job(*attempts, launch=launch, async_save=asynchronous))
+        faults.append(f"diskfull:rank={rank},step=7")
+    stopped = f"stop:rank={rank},step=2,seconds={STOPPED_S}"
+    status, _, err = ended(job(stopped, *faults, launch=launch, async_save=asynchronous))
     assert status == 0, err
-    assert_as_if_nothing_had_happened(tmp_path / "run", len(attempts) - 1)
+    assert_as_if_nothing_had_happened(tmp_path / "run", len(faults))
     assert f"(exitcode: -9) local_rank: {rank}" in err and "(exitcode: 3)" in err
-    for said in ("ValueError: a bad thing", "SystemExit: 3"):
+    raised = f"ValueError: injected: got exception:rank={rank},step=5,at=step, wanted none"
+    for said in (raised, "SystemExit: 3"):
         assert err.count(f"rank {rank} of 2 failed: {said}\n") == 1
         assert err.count(f"rank {1 - rank} ends because another failed: rank {rank}: {said}\n") == 1
     assert "NonFiniteError: step 5: loss is nan" in err
@@ -123,7 +146,7 @@ def test_every_fault(job, tmp_path, rank, asynchronous):
 
 @pytest.mark.slow
 def test_shakespeare(job, tmp_path):
-    status, _, err = ended(job("kill:1:5", "nan:1:8", "", experiment="experiments.shakespeare"))
+    status, _, err = ended(job("kill:rank=1,step=5", "nan:rank=1,step=8", experiment="experiments.shakespeare"))
     assert status == 0, err
     assert_as_if_nothing_had_happened(tmp_path / "run", 2)
     assert "generator" not in err and "NonFiniteError: step 8: loss is nan" in err
@@ -132,14 +155,16 @@ def test_shakespeare(job, tmp_path):
 @pytest.mark.slow
 def test_two_runs_in_one_folder(job, tmp_path):
     """The second ends in set-up and says whose the folder is; the first does not notice."""
-    first = job("wait:0:6")
-    while not (tmp_path / "run" / "checkpoints" / "latest").exists():
+    first = job("stop:rank=0,step=6")
+    while not list((tmp_path / "run").glob("injected/stop*")):
         assert first[0].poll() is None, ended(first)
         time.sleep(0.05)
-    status, _, err = ended(job(""))
+    status, _, err = ended(job())
     assert status != 0 and err.partition("ChildFailedError")[0].count("Traceback") == 1  # torchrun's own
     assert re.search(rf"rank 0 of 2 failed: ClaimedError: .*{socket.gethostname()}.*; wait until it ends, end it", err)
-    (tmp_path / "run-go").touch()
+    stopped = stopped_process(first[0].pid)
+    assert stopped is not None, "rank 0 is stopped"
+    os.kill(stopped, signal.SIGCONT)
     status, _, err = ended(first)
     assert status == 0, err
     assert_as_if_nothing_had_happened(tmp_path / "run", 0)
@@ -147,9 +172,9 @@ def test_two_runs_in_one_folder(job, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_waited_for_as_long_as_was_said(job, tmp_path):
-    status, _, err = ended(job("hang:1:5", "", timeout_s=10))
+    status, _, err = ended(job("stop:rank=1,step=5", timeout_s=10))
     assert status == 0, err
-    assert_as_if_nothing_had_happened(tmp_path / "run", 1)
+    assert_as_if_nothing_had_happened(tmp_path / "run", 0)
     assert "another rank did not come to this collective in time: is it stopped, or does it wait for something" in err
 
 
@@ -160,7 +185,7 @@ def test_nodes_that_count_their_restarts_differently(job, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     launch = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
-    jobs = [job("kill:1:5", "kill:1:8", "", launch=launch, ranks=1) for _ in range(2)]
+    jobs = [job("kill:rank=1,step=5", "kill:rank=1,step=8", launch=launch, ranks=1) for _ in range(2)]
     for each in jobs:
         status, _, err = ended(each)
         assert status == 0, err

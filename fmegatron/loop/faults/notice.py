@@ -25,6 +25,8 @@ from fmegatron.loop.signals import told_to_end
 POLL_SECONDS = 0.5
 MEET_SECONDS = 1.0  # how long one that ends waits for the ranks to have met here
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
+FIRST_SECONDS = 1.0  # how much later those end that ended because of another
+TOLD_SECONDS = 5.0  # how long one that has printed why it ends waits for the others to have
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
 # What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -63,7 +65,7 @@ class Faults:
         self.place, self.address = place, (host, port)
         self._store: TCPStore | None = None
         self._board: Store | None = None
-        self._open = threading.Event()
+        self._open, self._ends = threading.Event(), threading.Lock()
 
     def open(self, given_up: Callable[[], bool]) -> bool:
         """Reach the store by an own connection (the main thread's may be blocked) and meet the other ranks there.
@@ -109,6 +111,27 @@ class Faults:
         if self._open.wait(MEET_SECONDS) and self._board is not None:  # it may leave as soon as it has come
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.compare_set("left", "", f"rank {self.place.rank} {how}")
+                self._board.set(f"told/{self.place.rank}", "")
+
+    def speaks(self) -> bool:
+        """Whether the thread that asks is the first of this rank that ends it: no other prints anything more."""
+        return self._ends.acquire(blocking=False)
+
+    def all_told(self, first: bool) -> None:
+        """Note that this rank has printed why it ends, and wait until all have; then the one that failed ends first.
+
+        A launcher that sees one rank end sends SIGTERM to the others, which ends them on the spot: those that have not
+        spoken yet would never, and the one whose end it saw is the one that it reports. first: whether this one failed.
+        """
+        if self._board is None:
+            return
+        with contextlib.suppress(RuntimeError, OSError):
+            self._board.set(f"told/{self.place.rank}", "")
+            keys, until = [f"told/{rank}" for rank in range(self.place.size)], time.monotonic() + TOLD_SECONDS
+            while not self._board.check(keys) and time.monotonic() < until:
+                time.sleep(POLL_SECONDS / 10)
+        if not first:
+            time.sleep(FIRST_SECONDS)
 
     def told(self) -> str | None:
         """`reason()`, None also where the board cannot be read."""
@@ -151,8 +174,10 @@ def watch(place: Place) -> Iterator[Faults | None]:
                 reason = faults.reason()
             except (RuntimeError, OSError):  # the store is gone: its owner ended, and torchrun decides
                 return
-            if reason and not done.is_set():
-                end(f"rank {place.rank} ends because another failed: {reason}")
+            if reason and not done.is_set() and faults.speaks():
+                say(f"rank {place.rank} ends because another failed: {reason}")
+                faults.all_told(first=False)
+                end("")
 
     thread = threading.Thread(target=look, name="faults", daemon=True)
     thread.start()
@@ -181,6 +206,15 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     The rank that was first prints its traceback (brief: only its last line). The others print one line, as their errors
     are mostly echoes of the first (a closed connection), and nothing when theirs is the same (a bad flag).
     """
+    if faults and not faults.speaks():
+        threading.Event().wait()  # the thread that has spoken ends the process
+
+    def leave(message: str) -> None:
+        say(message)
+        if faults and faults.told():  # of one that was killed nothing comes
+            faults.all_told(first=first == own)
+        end("", status)
+
     own, lost = f"rank {place.rank}: {_said(error)}", lost_peer(error)
     if lost and not (faults and faults.told()):  # at once: torchrun may end this process while it waits for a word
         how = (faults.left() if faults else None) or "it was killed, ran out of memory, or left without a word"
@@ -188,18 +222,18 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
     first = faults.report(error) if faults else own
     if first != own:
         same = first.partition(": ")[2] == own.partition(": ")[2]
-        end("" if same else f"rank {place.rank} ends because another failed: {first}", status)
+        leave("" if same else f"rank {place.rank} ends because another failed: {first}")
     if lost and told_to_end(error):  # its one line is printed above, and the cause is not here
-        end("", status)
+        leave("")
     handler = get_error_handler()
     handler.initialize()
     with contextlib.suppress(OSError):
         handler.record_exception(error)  # torchrun shows this file as the root cause
     trace = "" if brief else "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
-        end(f"rank {place.rank} of {place.size}: {error or 'interrupted'}", status)
+        leave(f"rank {place.rank} of {place.size}: {error or 'interrupted'}")
     late = f"; {_LATE}" if any(words in str(error) for words in _TIMED_OUT) else ""
-    end(f"{trace}rank {place.rank} of {place.size} failed: {_said(error)}{late}", status)
+    leave(f"{trace}rank {place.rank} of {place.size} failed: {_said(error)}{late}")
 
 
 def _said(error: BaseException) -> str:
