@@ -8,6 +8,8 @@ import inspect
 import os
 import shlex
 import traceback
+import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -172,16 +174,26 @@ def _takes(value: str, hint: Any) -> bool:
 
 
 def usage(config: Config) -> str:
-    """One line for each flag of `config`: name and default, as a shell reads them, and the field's comment."""
+    """One line for each flag of `config`: name and default, as a shell reads them, the field's comment, and the
+    values of one that takes few."""
     lines, comments = [], {}
     for field in fields_of(_instance(config)):
         if type(field.owner) not in comments:
             comments[type(field.owner)] = _comments(field.owner)
         comment = comments[type(field.owner)].get(field.name.rpartition(".")[2])
+        if values := _literals(field.hint):
+            comment = f"{comment or ''} ({', '.join(values)})".strip()
         flag = shlex.quote(f"--{field.name}={text_of(field.value, field.hint)}")
         lines.append(f"  {flag}" + (f"   # {comment}" if comment else ""))
     own = [f"  --{name}" + ("=FILE" if name == FILES else "") + f"   # {text}" for name, text in _OWN]
     return "\n".join(["flags, with their defaults:", *lines, *own])
+
+
+def _literals(hint: Any) -> list[str]:
+    """The texts of a field that takes some alone."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [text for option in typing.get_args(hint) for text in _literals(option)]
+    return [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
 
 
 def _instance(config):

@@ -54,9 +54,9 @@ class Log:
 class Memory:
     """What a rank may take: the plan of the step is compared with it before anything is written."""
 
-    plan: Literal["auto", "exact", "off"] = field("auto", resume="free")  # auto: counted where formulas come near
-    limit_bytes: float | None = field(None, resume="free", above=0)  # of a rank; none: its device, or its container
-    planned_bytes: float | None = field(None, resume="free", above=0)  # of a rank, by a plan of before; none: planned
+    plan: Literal["auto", "exact", "off"] = field("auto", resume="free")  # of the step; auto: counted where near
+    limit_bytes: float | None = field(None, resume="free", above=0)  # bytes of a rank; none: its device, container
+    planned_bytes: float | None = field(None, resume="free", above=0)  # bytes of a rank, by a plan of before; none: now
 
     __post_init__ = check
 

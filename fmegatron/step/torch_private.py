@@ -142,11 +142,15 @@ def make_fx(function, **settings):
     def traced(*args):
         with _use_lazy_graph_module(True):
             module = _make_fx(function, **settings)(*args)
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
-            node.target = torch.ops.aten.detach.default
+        _name_detaches(module.graph)
         return module
 
     return traced
+
+
+def _name_detaches(graph: torch.fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        node.target = torch.ops.aten.detach.default
 
 
 class Recorder:
@@ -174,6 +178,7 @@ class Recorder:
         """What the graph returns, a list."""
         found = [get_proxy_slot(t, self._tracer, t, lambda slot: slot.proxy) for t in tensors]
         self._tracer.create_node("output", "output", (self._tracer.create_arg(found),), {})
+        _name_detaches(self._tracer.graph)  # as `make_fx` does
         self.graph_module = graph_module_of(self._tracer.root, self._tracer.graph)
 
 

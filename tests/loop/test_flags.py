@@ -113,6 +113,7 @@ def test_help(capsys):
         parsed("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
+    assert "--policy=mincut   # (mincut, inputs)" in text
     assert "--lr=0.001   # peak learning rate" in text and "--model.dim=64" in text
     assert text.strip() == usage(Config)
 

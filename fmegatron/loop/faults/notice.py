@@ -26,7 +26,7 @@ POLL_SECONDS = 0.5
 MEET_SECONDS = 1.0  # how long one that ends waits for the ranks to have met here
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
 FIRST_SECONDS = 1.0  # how much later those end that ended because of another
-TOLD_SECONDS = 5.0  # how long one that has said why it ends waits for the others to have
+TOLD_SECONDS = 5.0  # how long one that has printed why it ends waits for the others to have
 LAST_WORD_SECONDS = 3.0  # how long one that lost a connection waits for the word of the rank at the other end
 # What torch 2.11 to 2.13 report, over gloo and NCCL, when a peer is gone, and when it does not come.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -114,11 +114,11 @@ class Faults:
                 self._board.set(f"told/{self.place.rank}", "")
 
     def speaks(self) -> bool:
-        """Whether the thread that asks is the first of this rank that ends it: no other says anything more."""
+        """Whether the thread that asks is the first of this rank that ends it: no other prints anything more."""
         return self._ends.acquire(blocking=False)
 
     def all_told(self, first: bool) -> None:
-        """Note that this rank has said why it ends, and wait until all have; then the one that failed first ends first.
+        """Note that this rank has printed why it ends, and wait until all have; then the one that failed ends first.
 
         A launcher that sees one rank end sends SIGTERM to the others, which ends them on the spot: those that have not
         spoken yet would never, and the one whose end it saw is the one that it reports. first: whether this one failed.
