@@ -187,7 +187,10 @@ def own(mesh: Mesh, layers: int = 16, dim: int = 1024) -> step.Description:
 
 
 def heap_of_own(rank: int) -> int:
-    """The peak above the state of that step on two ranks."""
+    """The peak above the state of that step on two ranks, the least of eight calls.
+
+    A thread of gloo drops the buffers of a collective when it is scheduled again, up to 8 MiB later here.
+    """
     with connect(FSDP2) as world:
         train_step, specs, rows = own(FSDP2)
         train = step.jit(train_step, donate=0, world=world)
@@ -199,7 +202,7 @@ def heap_of_own(rank: int) -> int:
             return float(metrics["loss"])
 
         once(), once()
-        return int(statistics.median([peak_bytes(once) for _ in range(3)]))
+        return min(peak_bytes(once) for _ in range(8))
 
 
 def own_module() -> None:
