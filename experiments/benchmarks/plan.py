@@ -180,7 +180,7 @@ def own(mesh: Mesh, layers: int = 16, dim: int = 1024) -> step.Description:
     specs = tree.specs(shapes, mesh, init=tree.Normal(0.03), strategy=DataParallel.zero3())
 
     def loss_fn(params, batch):
-        x = torch.func.functional_call(tower, nn.gather_tree(params), (batch["x"],))
+        x = torch.func.functional_call(tower, params, (batch["x"],))
         return step.mean(x.square().sum(), x.numel())
 
     return step.build(loss_fn, optim.sgd(1e-3), specs, {"x": ((8 * mesh.size, dim), torch.float32)})
