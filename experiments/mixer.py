@@ -69,7 +69,7 @@ def describe(config: Config):
         average = step.averaged_params(state)
         return step.means({"loss": loss_fn(average, batch)}, Axes(config.mesh))
 
-    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, evaluate=evaluate)
+    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, evaluate=evaluate, shards=True)
 
 
 def text():

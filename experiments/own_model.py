@@ -88,7 +88,7 @@ def describe(config):
     (specs, loss_fn), shape = decoder(config), (config.batch_size, config.seq_len)
     rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), decay=0.99)  # `step.averaged_params` gives what to sample with
-    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape})
+    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, shards=True)
 
 
 def read(config):

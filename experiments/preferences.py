@@ -59,7 +59,7 @@ def describe(config):
 
     rules = [("reference/.*", optim.Group(frozen=True))]
     optimizer = optim.grouped(config.lr, rules, adam=optim.scale_by_adam())
-    return step.build(loss_fn, optimizer, specs, {"texts": (config.pairs, 2, config.seq_len + 1)})
+    return step.build(loss_fn, optimizer, specs, {"texts": (config.pairs, 2, config.seq_len + 1)}, shards=True)
 
 
 def read(config):

@@ -50,15 +50,13 @@ def model(config: Config):
     shapes = {"image": tower(config.image), "text": tower(config.text), "scale": ()}
     init = [("norm", tree.ones), ("scale", tree.Constant(2.0)), (".*", tree.Normal(0.1))]
     specs = tree.specs(shapes, config.mesh, (), init, strategy=STRATEGY, stacked="blocks")
-    layouts, data = tree.layouts(specs), axes[axes.data]
+    data = axes[axes.data]
 
-    def encode(params, layouts, x_BD):
-        first, last = (nn.gather_tree(params[name], layouts[name], data) for name in ("first", "last"))
-        x_BD = step.layers(block, params["blocks"], layouts["blocks"], axes)(x_BD @ first)
-        return F.normalize(x_BD @ last, dim=-1)
+    def encode(w, x_BD):
+        return F.normalize(w["blocks"].run(block, x_BD @ w["first"]) @ w["last"], dim=-1)
 
     def loss_fn(params, batch):
-        images, texts = (encode(params[name], layouts[name], batch[name]) for name in ("image", "text"))
+        images, texts = (encode(params[name], batch[name]) for name in ("image", "text"))
         rows = len(images)
         own = axis_index(data, like=images) * rows + torch.arange(rows, device=images.device)
         loss = 0

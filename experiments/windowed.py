@@ -50,7 +50,7 @@ def describe(config: Config):
 
     shape = (config.batch_size, config.seq_len)
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10))
-    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape})
+    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, shards=True)
 
 
 def read(config: Config):

@@ -69,5 +69,6 @@ def build(
         settle=functools.partial(settled, decoder=decoder),
         evaluate=held_out,
         twice=twice,
+        shards=True,
     )
     return dataclasses.replace(described, decoder=decoder, save=save)

@@ -14,6 +14,7 @@ from fmegatron.step.description import Description
 from fmegatron.step.parts import means, parts_of
 from fmegatron.step.state import state_specs
 from fmegatron.step.train_step import build_train_step
+from fmegatron.step.whole import of_whole
 from fmegatron.tree.spec import strategy_of
 
 __all__ = ["build"]
@@ -31,19 +32,27 @@ def build(
     settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
     evaluate: Callable[[Any, Any], dict] | None = None,
     twice: bool = False,
+    shards: bool = False,
 ) -> Description:
     """What `describe(config)` of an experiment with a loss of its own returns: `build_train_step`, described.
 
     Args:
-        loss_fn: as `build_train_step` takes it: (params, batch) of this rank, (params, batch, samples) with samples.
+        loss_fn: loss_fn(params, batch), or (params, batch, samples) with samples -> a loss as `build_train_step` takes
+            it. params are whole over the data axes (what tp splits stays split), and the step places their gathers
+            (`step.regather`). A part of the tree whose specs are stacked, `tree.specs(..., stacked=)`, is a value of
+            which `stack.run(block, x, save=...)` computes all layers, the block compiled once, and which gives the
+            weights of one layer after the other: `for w in stack: x = block(x, w)`.
         optimizer: of the parameters.
         specs: of the parameters; mesh, layouts and strategy are said there and nowhere else.
         batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, arrays like them, or their Layouts, of all ranks
             together.
-        microbatches, precision, settle, twice: of `build_train_step`.
+        microbatches, settle, twice: of `build_train_step`.
+        precision: in which dtypes weights are gathered and their gradients reduced and added up; None: as they are.
+        shards: loss_fn takes this rank's shards and gathers by itself, as `model.loss` and all of `model` do; then
+            precision is of the gradients alone.
         samples: its `numbered`.
-        evaluate: (state, batch) -> metrics of held-out rows; None: the loss of the parameters, of no samples; where it
-            has several parts, the mean of each by its name.
+        evaluate: (state, batch) -> metrics of held-out rows, given shards; None: the loss of the parameters, of no
+            samples; where it has several parts, the mean of each by its name.
 
     Raises what `build_train_step` and `DataParallel.batch_layout` raise.
     """
@@ -51,6 +60,7 @@ def build(
     mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
     axes = Axes(mesh, data=by.tokens)
     how = {"strategy": strategy, "microbatches": microbatches, "precision": precision, "settle": settle, "twice": twice}
+    loss_fn = loss_fn if shards else of_whole(loss_fn, specs, axes, precision)
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, numbered=samples, **how)
 
     def row(name: str, x: Any) -> Layout:

@@ -252,7 +252,7 @@ class _Placing:
             copied: dict[fx.Node, fx.Node] = {}
             sources = [self._again(self._source(use.array), first.at, copied) for use in bucket]
             places = [items_of(use.array.gather.args[3])[use.array.index] for use in bucket]
-            node = self.graph.call_function(old.target, (sources, *old.args[1:3], places), dict(old.kwargs))
+            node = self.graph.call_function(ALL_GATHER.op, (sources, *old.args[1:3], places), dict(old.kwargs))
             node.meta = {**old.meta, "val": [use.array.item.meta["val"] for use in bucket]}
             if _is_backward(first.reader):
                 node.meta |= {"backward": True, "at": f"{old.meta.get('at', '?')}{_OF_BACKWARD}"}
@@ -358,7 +358,7 @@ class _Reducing:
             sent = [self._laid(self.sent[i], self.ready[i], copied) for i in bucket]
             places = [items_of(self.node.args[3])[i] for i in bucket]
             part = self.graph.call_function(
-                self.node.target, (sent, *self.node.args[1:3], places, *self.node.args[4:]), dict(self.node.kwargs)
+                REDUCE_SCATTER.op, (sent, *self.node.args[1:3], places, *self.node.args[4:]), dict(self.node.kwargs)
             )
             part.meta = {**self.node.meta, "val": [self.node.meta["val"][i] for i in bucket]}
             found = {}

@@ -13,6 +13,8 @@ from fmegatron.layout import DataParallel, Mesh
 
 WAYS = ("a module", "a loop, all at the start", "a loop, each leaf at the start", "a loop, each layer", "plain layers")
 
+WHOLE = ("whole, a module", "whole, a stack", "whole, a stack that is compiled once")
+
 
 class Block(modules.Module):
     """One block as a module."""
@@ -48,12 +50,11 @@ def described(
     tower = modules.Sequential(*[Block(dim, width) for _ in range(blocks)])
     one = {"gain": (dim,), "a": (width, dim), "b": (dim, width), "bias": (dim,)}
     shapes, stacked = {f"{i}.{name}": shape for i in range(blocks) for name, shape in one.items()}, None
-    if way == "a module":
+    if "a module" in way:
         shapes = {name: tuple(p.shape) for name, p in tower.named_parameters()}
-    elif way == "plain layers":
-        shapes, stacked = {name: (blocks, *shape) for name, shape in one.items()}, True
-    whole = {} if stacked is None else {"stacked": ".*"}
-    specs = tree.specs(shapes, mesh, [], tree.Normal(0.05), dtype, strategy=strategy, **whole)
+    elif way == "plain layers" or "stack" in way:
+        shapes, stacked = {name: (blocks, *shape) for name, shape in one.items()}, ".*"
+    specs = tree.specs(shapes, mesh, [], tree.Normal(0.05), dtype, strategy=strategy, stacked=stacked)
     layouts, data = tree.layouts(specs), axes[axes.data]
 
     def gathered(shards, of):
@@ -61,7 +62,14 @@ def described(
 
     def loss_fn(params, batch):
         x = batch["x"]
-        if way == "a module":
+        if way == WHOLE[0]:
+            x = functional_call(tower, params, (x,))
+        elif way == WHOLE[1]:
+            for w in params:
+                x = block(x, w)
+        elif way == WHOLE[2]:
+            x = params.run(block, x)
+        elif way == "a module":
             x = functional_call(tower, gathered(params, layouts), (x,))
         elif way == "plain layers":
             x = step.layers(block, params, layouts, axes, None, reshard_after_forward=not keep)(x)
@@ -79,7 +87,7 @@ def described(
         return step.mean((x - batch["y"]).square().sum(), x.numel())
 
     batch = {name: ((rows, dim), dtype) for name in ("x", "y")}
-    return step.build(loss_fn, optim.adamw(1e-2), specs, batch, **how)
+    return step.build(loss_fn, optim.adamw(1e-2), specs, batch, shards=way not in WHOLE, **how)
 
 
 def start(**how):

@@ -122,6 +122,7 @@ def test_small_weights_stay():
 def test_an_evaluation_gathers_before_the_use():
     mesh = Mesh(fsdp=2)
     made = described(mesh, WAYS[1])
+    assert made.evaluate is not None
     arrays = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), tree.layouts((made.state, made.batch)))
     graph = trace(made.evaluate, arrays).graph_module.graph
     products = [i for i, n in enumerate(graph.nodes) if n.target is torch.ops.aten.mm.default]

@@ -1,0 +1,97 @@
+"""Weights as a loss of one's own is given them: whole over the data axes; a stack of layers as a value of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+
+from fmegatron import nn, tree
+from fmegatron.collectives import Axes, Precision, Wire
+from fmegatron.step.layer import layer_layout, layers, unstack
+from fmegatron.step.partition import Policy
+
+__all__ = ["Stack", "of_whole"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The weights of equal layers, arrays [L, ...], of which a rank holds a part of each layer.
+
+    `for w in stack: x = block(x, w)` has those of one layer after the other, whole over the data axes; where they are
+    gathered says the step (`step.regather`). `stack.run(block, x)` computes the same with the block compiled once.
+    """
+
+    shards: tree.Tree = field(repr=False)
+    layouts: tree.Tree
+    axes: Axes = field(repr=False)
+    precision: Precision | None = None
+
+    def run(
+        self,
+        block: Callable,
+        x: Any,
+        *rest: Any,
+        save: Policy | None = "mincut",
+        offload: int | None = None,
+        **named: Any,
+    ) -> Any:
+        """block(x, weights, *rest, **named) of each layer in turn, as `step.layers`.
+
+        Args:
+            block: a pure function of tensors, that returns x or (x, more).
+            x: a tensor.
+            *rest: trees of tensors, the same for all layers, to which no gradient flows.
+            save: what a layer keeps for its backward (`step.compiled_layer`).
+            offload: bytes from which on it waits in host memory.
+            **named: as rest.
+        """
+        run = layers(block, self.shards, self.layouts, self.axes, save, precision=self.precision, offload=offload)
+        return run(x, *rest, **named)
+
+    def __len__(self) -> int:
+        return tree.leaves(self.layouts)[0].shape[0]
+
+    def __iter__(self) -> Iterator[tree.Tree]:
+        of_one = tree.map(layer_layout, self.layouts)
+        wire = Wire() if self.precision is None else self.precision.wires(of_one)
+        for shards in unstack(self.shards):
+            yield nn.gather_tree(shards, of_one, self.axes[self.axes.data], wire)
+
+
+def of_whole(loss_fn: Callable, specs: tree.Tree, axes: Axes, precision: Precision | None) -> Callable:
+    """A function of this rank's shards that gives loss_fn whole weights instead, in the dtypes of `precision`.
+
+    A part of the tree whose leaves are all stacked, with one number of layers, is a `Stack`; all others together are
+    one `nn.gather_tree`.
+    """
+    nodes, spec = optree.tree_flatten(specs, is_leaf=_is_stack)
+    of_nodes = [tree.layouts(node) for node in nodes]
+    plain = [i for i, node in enumerate(nodes) if not _is_stack(node)]
+    layouts = [of_nodes[i] for i in plain]
+    wires: Any = Wire() if precision is None else precision.wires(layouts)
+    stacked = tree.map(lambda of: isinstance(of, tree.ArraySpec) and of.stacked, specs)
+
+    @functools.wraps(loss_fn)
+    def of_shards(params: tree.Tree, *rest: Any, **named: Any) -> Any:
+        if precision is not None and precision.wire.scaled and precision.wire.gather is not None:
+            params = nn.with_scales(params, tree.layouts(specs), axes, precision.wire.gather, stacked)
+        found: list[Any] = spec.flatten_up_to(params)
+        whole = nn.gather_tree([found[i] for i in plain], layouts, axes[axes.data], wires)
+        for i, of in enumerate(of_nodes):
+            found[i] = Stack(found[i], of, axes, precision)
+        for i, x in zip(plain, whole, strict=True):
+            found[i] = x
+        return loss_fn(tree.unflatten(spec, found), *rest, **named)
+
+    return of_shards
+
+
+def _is_stack(node: Any) -> bool:
+    """Whether all leaves of a tree of specs count layers, and the same number of them."""
+    found = optree.tree_leaves(node)
+    counts = {of.layout.shape[0] if isinstance(of, tree.ArraySpec) and of.stacked else None for of in found}
+    return len(counts) == 1 and None not in counts

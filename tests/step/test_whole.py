@@ -1,0 +1,77 @@
+"""Weights arrive whole in the loss of `step.build`: what is no stack by gathers of the step, a stack as a value."""
+
+import pytest
+import torch
+
+from fmegatron import nn, optim, step, testing, tree
+from fmegatron.collectives import Precision
+from fmegatron.layout import DataParallel, Mesh
+from tests.step.own_towers import WHOLE, described, start
+
+
+@pytest.mark.parametrize("way", WHOLE)
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
+def test_on_a_mesh(mesh, way):
+    how = {"way": way, "strategy": "hsdp", "dim": 16, "width": 32}
+    state, batch = start(**how)
+    made = described(mesh, **how)
+    testing.assert_parity(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch), steps=2)
+    assert step.check(*made).ok
+    assert made.evaluate is not None and step.check(made.evaluate, made.state, made.batch).ok
+
+
+def small(mesh, precision=None, loss=None, **how):
+    """A table, two stacks of other depths and a head that tp splits, as nested dicts."""
+    shapes = {"table": (8, 16), "deep": {"w": (3, 16, 16), "b": (3, 16)}, "flat": {"w": (2, 16, 16)}, "head": (16, 4)}
+    rules = [("head", (None, "tp"))]
+    strategy = DataParallel.zero3()
+    specs = tree.specs(shapes, mesh, rules, tree.Normal(0.3), torch.float64, strategy=strategy, stacked="deep|flat")
+
+    def loss_fn(w, batch):
+        x = w["table"][batch["ids"]]
+        for of_layer in w["deep"]:
+            x = x + torch.tanh(x @ of_layer["w"] + of_layer["b"])
+        x = w["flat"].run(lambda x, w, scale: x + scale * (x @ w["w"]), x, torch.full((), 0.5, dtype=x.dtype))
+        return step.mean((x @ w["head"]).square().sum(), x.numel())
+
+    return step.build(loss or loss_fn, optim.adamw(1e-2), specs, {"ids": (16,)}, precision=precision, **how)
+
+
+IDS = {"ids": torch.arange(16) % 8}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_stacks_in_a_tree(mesh, microbatches):
+    made = small(mesh, microbatches=microbatches)
+    whole = tree.init(small(Mesh()).state, key=0, rank=0)
+    testing.assert_parity(
+        lambda m: small(m, microbatches=microbatches), mesh, whole, IDS, layouts=(made.state, made.batch), steps=2
+    )
+    assert step.check(*made).ok
+
+
+def test_what_arrives():
+    seen = {}
+
+    def loss_fn(w, batch):
+        seen.update(w, layers=[tree.map(lambda x: (tuple(x.shape), x.dtype), of_layer) for of_layer in w["deep"]])
+        return step.mean(sum(x["w"].sum() for x in w["deep"]).double(), 8)
+
+    made = small(Mesh(fsdp=2, tp=2), Precision.bf16(), loss_fn)
+    step.check(*made)
+    assert tuple(seen["table"].shape) == (8, 16) and seen["table"].dtype == torch.bfloat16
+    assert tuple(seen["head"].shape) == (16, 2)
+    assert (len(seen["deep"]), len(seen["flat"])) == (3, 2)
+    assert seen["layers"] == [{"b": ((16,), torch.float64), "w": ((16, 16), torch.bfloat16)}] * 3
+    assert "Stack(" in repr(seen["deep"])
+
+
+def test_a_loss_that_gathers_itself_is_refused_unless_it_says_so():
+    def loss_fn(w, batch):
+        x = nn.gather_tree({"table": w["table"]})["table"][batch["ids"]]
+        return step.mean(x.sum(), x.numel())
+
+    with pytest.raises(ValueError, match="layout is not known"):
+        step.check(*small(Mesh(fsdp=2), loss=loss_fn))
+    assert step.check(*small(Mesh(fsdp=2), loss=loss_fn, shards=True)) is not None
