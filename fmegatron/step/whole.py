@@ -72,7 +72,10 @@ def of_whole(loss_fn: Callable, specs: tree.Tree, axes: Axes, precision: Precisi
     of_nodes = [tree.layouts(node) for node in nodes]
     plain = [i for i, node in enumerate(nodes) if not _is_stack(node)]
     layouts = [of_nodes[i] for i in plain]
-    wires: Any = Wire() if precision is None else precision.wires(layouts)
+    wires: Any = Wire()
+    if precision is not None:  # of the whole tree, as its paths tell what is a norm or a bias
+        of_all = spec.flatten_up_to(precision.wires(tree.layouts(specs)))
+        wires = [of_all[i] for i in plain]
     stacked = tree.map(lambda of: isinstance(of, tree.ArraySpec) and of.stacked, specs)
 
     @functools.wraps(loss_fn)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from fmegatron import plan, step, testing, tree
-from fmegatron.collectives import Axes, collective_of, psum
-from fmegatron.layout import Mesh
+from fmegatron import optim, plan, step, testing, tree
+from fmegatron.collectives import Axes, Precision, collective_of, connect, psum
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.regather import regathered
 from fmegatron.step.trace import trace
 from tests.step.own_towers import WAYS, described, start
@@ -78,6 +78,66 @@ def test_the_same_bits_as_written(way, as_written):
     assert len(placed.traced.graph_module.graph.nodes) != len(plain.traced.graph_module.graph.nodes)
     for a, b in zip(tree.leaves(list(placed.outputs)), tree.leaves(list(plain.outputs)), strict=True):
         assert torch.equal(a, b)
+
+
+def in_bf16(mesh, precision):
+    """Three products in bf16 of matrices that travel in 16 or 8 bits."""
+    specs = tree.specs({n: (2048, 2048) for n in "abc"}, mesh, init=tree.Normal(0.02), strategy=DataParallel.zero3())
+
+    def loss_fn(w, batch):
+        x = batch["x"]
+        for name in "abc":
+            x = x + torch.tanh(x.to(torch.bfloat16) @ w[name]).to(x.dtype)
+        return step.mean(x.square().sum(), x.numel())
+
+    shape = {"x": ((8, 2048), torch.float32)}
+    return step.build(loss_fn, optim.sgd(0.1), specs, shape, precision=precision)
+
+
+@pytest.mark.parametrize(
+    "precision", [Precision.bf16(), Precision.bf16_wire(), Precision.fp8_wire()], ids=["bf16", "bf16 wire", "fp8 wire"]
+)
+def test_the_same_bits_in_other_dtypes_on_the_wire(precision, as_written):
+    """Scales of 8 bits are made once, casts where each gather is.
+
+    Only the second matrix is gathered again: the backward does not read the first, and begins with the third.
+    """
+    mesh, (made, one) = Mesh(fsdp=2), (in_bf16(m, precision) for m in (Mesh(fsdp=2), Mesh()))
+    state, batch = tree.init(one.state, key=0, rank=0), {"x": torch.randn(8, 2048)}
+    assert step.check(*made).ok
+    found = traced(made).graph_module.graph
+    assert sent(found, mesh)["all_gather"] == 4 and sent(found, mesh)["pmax"] <= 1
+    placed = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
+    as_written()
+    plain = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
+    for a, b in zip(tree.leaves(list(placed.outputs)), tree.leaves(list(plain.outputs)), strict=True):
+        assert torch.equal(a, b)
+
+
+def on_ranks(rank, overlaps):
+    """Two steps under each setting on two real ranks: whether states and metrics are equal, and the last metrics."""
+    mesh = Mesh(fsdp=2)
+    with connect(mesh) as world:
+        (_, batch), made, found = start(way=WAYS[1]), described(mesh, WAYS[1]), []
+        local = tree.place(tree.local(batch, made.batch, rank), made.batch, rank)
+        for overlap in overlaps:
+            run = step.jit(made.function, donate=0, world=world, backend="eager", overlap=overlap)
+            state = tree.init(made.state, key=0, rank=rank)
+            for _ in range(2):
+                state, metrics = run(state, local)
+            found.append([x.clone() for x in tree.leaves((state, metrics))])
+        same = all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        return same, metrics["loss"].item(), metrics["grad_norm"].item()
+
+
+def test_on_real_ranks(ranks):
+    mesh, (state, batch) = Mesh(fsdp=2), start(way=WAYS[1])
+    made = described(mesh, WAYS[1])
+    sim = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
+    sim = sim.again(testing.Ranks(of_rank[0] for of_rank in sim.outputs), batch)
+    settings = (None, step.Overlap(), step.Overlap(depth=2, keep_last=True))
+    for same, *numbers in ranks.run(on_ranks, settings, ranks=2):
+        assert same and numbers == [sim.metrics["loss"], sim.metrics["grad_norm"]]
 
 
 @pytest.mark.parametrize("strategy", ["replicated", "zero1", "zero2", "zero3", "hybrid"])
