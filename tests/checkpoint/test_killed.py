@@ -12,6 +12,7 @@ from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.leases import Lease
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.files import whole
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
 from tests.checkpoint.faulty import Killed, die_at, lives
@@ -37,7 +38,7 @@ def die():
 
 
 PLACES = (
-    *((Folder, "write"), (commit, "sync_directory"), (commit, "remove"), (commit, "_exchange")),
+    *((Folder, "write"), (whole, "sync_directory"), (commit, "remove"), (commit, "_exchange")),
     *((commit.os, "rename"), (commit.os, "mkdir"), (Notes, "write"), (Notes, "remove")),
 )
 

@@ -12,6 +12,7 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import LocalReplicas, Manager
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.files import whole
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes
 
@@ -192,7 +193,7 @@ def test_the_last_fsync_fails(tmp_path, monkeypatch, existing, exchange):
         monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     if existing:
         checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
-    real, failed = commit.sync_directory, []
+    real, failed = whole.sync_directory, []
 
     def sync(path):
         if path == str(tmp_path) and not failed:
@@ -201,7 +202,7 @@ def test_the_last_fsync_fails(tmp_path, monkeypatch, existing, exchange):
         real(path)
 
     with small_sizes(), monkeypatch.context() as patch:
-        patch.setattr(commit, "sync_directory", sync)
+        patch.setattr(whole, "sync_directory", sync)
         with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
             checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
     assert failed and os.listdir(tmp_path) == (["a"] if existing else [])
@@ -221,7 +222,7 @@ def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, m
         monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     if existing:
         checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
-    real, real_identity, left = commit.sync_directory, commit.identity, ["sync", "identity"]
+    real, real_identity, left = whole.sync_directory, commit.identity, ["sync", "identity"]
 
     def other():
         checkpoint.save(tmp_path / "a", state(5), LAYOUTS)
@@ -243,7 +244,7 @@ def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, m
         return found
 
     with small_sizes(), monkeypatch.context() as patch:
-        patch.setattr(commit, "sync_directory", sync)
+        patch.setattr(whole, "sync_directory", sync)
         patch.setattr(commit, "identity", identity)
         with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
             checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
@@ -266,8 +267,8 @@ def test_the_last_fsync_fails_and_the_way_back_too(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(commit, "_exchange", exchange)
         patch.setattr(Folder, "sync", lambda self: None)
-        real_sync = commit.sync_directory
-        patch.setattr(commit, "sync_directory", lambda path: (sync if path == str(tmp_path) else real_sync)(path))
+        real_sync = whole.sync_directory
+        patch.setattr(whole, "sync_directory", lambda path: (sync if path == str(tmp_path) else real_sync)(path))
         with pytest.raises(RuntimeError, match="the names could not be put back .* so the new checkpoint has its name"):
             checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
     assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(2))

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
+from fmegatron.files import whole
 from fmegatron.files.look import identity, is_file, is_link, is_there, look, names_in
-from fmegatron.files.whole import sync_directory
 
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
 _TRIES = 100  # of a publication that other savers of the same name come between
@@ -96,7 +96,7 @@ def publish(hidden_path: str, path: str) -> None:
     parent, token = os.path.dirname(path), hidden_name(hidden_path)[3]
     undo = _take_name(hidden_path, path, token)
     try:
-        sync_directory(parent)
+        whole.sync_directory(parent)
     except OSError as error:
         try:
             undo()
@@ -104,7 +104,7 @@ def publish(hidden_path: str, path: str) -> None:
             text = f"{error.strerror}; the names could not be put back ({late}), so the new checkpoint has its name"
             raise OSError(error.errno, text, parent) from late
         with contextlib.suppress(OSError):
-            sync_directory(parent)
+            whole.sync_directory(parent)
         raise OSError(error.errno, error.strerror, parent) from None
     for left in (hidden_path, hidden(path, "old", token)):
         with contextlib.suppress(OSError):  # the new one is the checkpoint; the next save tries again, and reports it
@@ -173,7 +173,7 @@ def make_directories(path: str) -> None:
         with contextlib.suppress(FileExistsError):  # another rank or job makes it, too
             os.mkdir(at)
         with contextlib.suppress(PermissionError):  # a directory that we may write into and not read
-            sync_directory(os.path.dirname(at))
+            whole.sync_directory(os.path.dirname(at))
 
 
 def hidden(path: str, kind: str, token: str) -> str:

@@ -24,7 +24,18 @@ from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, ali
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
-from fmegatron.files.look import files_below, identity, is_directory, look, names_in, open_safely, read_part, tree_stamp
+from fmegatron.files import whole
+from fmegatron.files.look import (
+    files_below,
+    identity,
+    is_directory,
+    is_there,
+    look,
+    names_in,
+    open_safely,
+    read_part,
+    tree_stamp,
+)
 
 _FSYNCS = 8  # a disk takes many at a time
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
@@ -152,7 +163,7 @@ class Folder:
     def sync(self) -> None:
         """Make the names in all directories durable; the files are."""
         with ThreadPoolExecutor(_FSYNCS) as pool:
-            list(pool.map(commit.sync_directory, [folder for folder, _, _ in files_below(self.root)]))
+            list(pool.map(whole.sync_directory, [folder for folder, _, _ in files_below(self.root)]))
 
     def delete(self) -> None:
         """Remove the directory, its marker first."""
@@ -190,13 +201,13 @@ class FolderStore:
     def limits(self) -> tuple[int, int]:
         """Those of the file system, for files in the hidden directory."""
         at = os.path.dirname(self.path)
-        while not commit.is_there(at):
+        while not is_there(at):
             at = os.path.dirname(at)
         try:
-            part, whole = os.pathconf(at, "PC_NAME_MAX"), os.pathconf(at, "PC_PATH_MAX")
+            part, longest = os.pathconf(at, "PC_NAME_MAX"), os.pathconf(at, "PC_PATH_MAX")
         except (OSError, ValueError):
-            part, whole = 255, 4096
-        return part, whole - 1 - len(os.fsencode(commit.hidden(self.path, "tmp", "0" * 12))) - 1
+            part, longest = 255, 4096
+        return part, longest - 1 - len(os.fsencode(commit.hidden(self.path, "tmp", "0" * 12))) - 1
 
     def begin(self) -> Folder:
         """A new hidden directory, after those of dead saves are gone. Its note is there first, so it has an owner."""
@@ -226,7 +237,7 @@ class FolderStore:
     def publish(self, storage: Storage, marker: bytes) -> None:
         """Write the marker, and give the hidden directory its name."""
         storage.write(MARKER, [marker])
-        commit.sync_directory(storage.root)
+        whole.sync_directory(storage.root)
         commit.publish(storage.root, self.path)
 
     def end(self, storage: Storage | None) -> None:
@@ -236,19 +247,19 @@ class FolderStore:
         with settling(storage.lease):
             # Interrupted between the two renames of `publish`, the name is still missing.
             commit.take_back(self.path, commit.hidden_name(storage.root)[3])
-            if commit.is_there(storage.root):
+            if is_there(storage.root):
                 commit.remove(storage.root)
 
     def withdraw(self) -> Folder:
         """Hide the directory by a rename."""
         gone = Folder(commit.renamed_away(self.path))
-        commit.sync_directory(os.path.dirname(self.path))
+        whole.sync_directory(os.path.dirname(self.path))
         return gone
 
     def set_aside(self) -> str:
         """Hide the directory by a rename, to stay; returns its new path."""
         aside = commit.renamed_away(self.path, "aside")
-        commit.sync_directory(os.path.dirname(self.path))
+        whole.sync_directory(os.path.dirname(self.path))
         return aside
 
     def asides(self) -> list[tuple[str, Folder]]:
@@ -290,7 +301,7 @@ class FolderStore:
             raise ValueError(f"{self.path!a}: got a path with {why}, wanted one that tensorstore writes to; rename it")
         if (around := commit.checkpoint_around(self.path)) is not None:
             raise ValueError(f"{self.path}: got a path inside of the checkpoint {around}, wanted one beside it")
-        if not commit.is_there(self.path):
+        if not is_there(self.path):
             return
         if not is_directory(self.path):
             raise ValueError(f"{self.path}: {_TAKEN}")

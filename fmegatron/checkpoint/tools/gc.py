@@ -16,6 +16,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing
+from fmegatron.files import whole
 from fmegatron.files.look import is_directory
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
@@ -214,7 +215,7 @@ def _do(action: Action) -> None:
     m = commit.HIDDEN.fullmatch(name)
     if action.kind == "finish" and m is not None:
         commit.finish(os.path.join(parent, m[1]), {m[3]})
-        commit.sync_directory(parent)
+        whole.sync_directory(parent)
     elif action.kind == "remove" and m is None:
         Notes(parent).remove(name)
     elif action.kind == "remove" and m is not None:
