@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from fmegatron import loop
-from fmegatron.step import check
-from fmegatron.step.description import require_description
+from fmegatron.loop import experiment
+from fmegatron.loop.flags import parse
+from fmegatron.step import check, description
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     except SystemExit as stop:  # --help, or wrong use, of which argparse has told
         return int(stop.code or 0)
     try:
-        kind, describe = loop.load_experiment(options.experiment)
-        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
+        kind, describe = experiment.load_experiment(options.experiment)
+        config = parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
         start = time.perf_counter()
-        described = require_description(describe(config), options.experiment)
+        described = description.require_description(describe(config), options.experiment)
         report = check(*described, allow=dict(options.allow))
     except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"check: {options.experiment}: {error}", file=err)

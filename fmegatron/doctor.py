@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import fmegatron
+from fmegatron.loop import hardware
+from fmegatron.step import clock
 
 try:
     import torch
@@ -35,8 +37,9 @@ try:
 
     from fmegatron.collectives import Axes, World, connect, psum
     from fmegatron.layout import Mesh
-    from fmegatron.loop.hardware import memory_reader, of_table
-    from fmegatron.step import matmul_seconds
+
+    pass
+    pass
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise
@@ -118,7 +121,13 @@ def _device(device: torch.device) -> dict[str, Any]:
         return {"kind": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     about, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
     name, read = about.name, {"gb": total / 1e9, "free_gb": free / 1e9}
-    return {"kind": "cuda", "name": name, "capability": f"{about.major}.{about.minor}", "peak": of_table(name), **read}
+    return {
+        "kind": "cuda",
+        "name": name,
+        "capability": f"{about.major}.{about.minor}",
+        "peak": hardware.of_table(name),
+        **read,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -128,7 +137,7 @@ def machine() -> dict[str, Any]:
     if os.path.isdir("/dev/shm"):
         found["shared_free_bytes"] = shutil.disk_usage("/dev/shm").free
     found["open_files"] = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    found["heap_bytes"] = memory_reader(torch.device("cpu"))[0]()
+    found["heap_bytes"] = hardware.memory_reader(torch.device("cpu"))[0]()
     return found
 
 
@@ -149,7 +158,7 @@ def matmul(device: torch.device, size: int = 0) -> dict[str, Any]:
     b = (torch.arange(64 * 64, device=device).reshape(64, 64) % 7 - 3).to(dtype)
     wanted = a.cpu().long() @ b.cpu().long()  # at most 64 * 6: bf16 rounds above 256, so it is compared in its dtype
     right = torch.equal((a @ b).cpu(), wanted.to(dtype))
-    seconds = matmul_seconds(device, dtype, n, 8)
+    seconds = clock.matmul_seconds(device, dtype, n, 8)
     middle = statistics.median(seconds)
     return {"right": right, "seconds": middle, "worst": max(seconds), "tflops": 2 * n**3 / middle / 1e12, "size": n}
 

@@ -17,9 +17,12 @@ from typing import Any, TextIO
 
 import torch
 
-from fmegatron import loop, testing, tree
+from fmegatron import testing, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step.description import require_description
+from fmegatron.loop import experiment
+from fmegatron.loop.flags import parse
+from fmegatron.step import description
+from fmegatron.testing import compare_ranks
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -30,8 +33,8 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     except SystemExit as stop:  # --help, or wrong use, which argparse has reported
         return int(stop.code or 0)
     try:
-        kind, describe = loop.load_experiment(options.experiment)
-        config = loop.parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
+        kind, describe = experiment.load_experiment(options.experiment)
+        config = parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
         start = time.perf_counter()
         result, below = compare(describe, config, options.steps, options.tolerance, options.below)
     except (ValueError, OSError, SyntaxError, ImportError) as error:
@@ -68,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 def compare(
     describe: Callable, config: Any, steps: int = 2, tolerance: float = 1e-10, below: int | None = None
-) -> tuple[testing.Parity, int]:
+) -> tuple[compare_ranks.Parity, int]:
     """(result of `testing.parity` for the step of a Config, the bound of whole numbers in its batches).
 
     Args:
@@ -83,7 +86,9 @@ def compare(
         ValueError: for a step that cannot be simulated, and where no bound fits.
     """
     mesh, one = config.mesh, Mesh(**dict.fromkeys(config.mesh.names, 1))
-    steps_of = {m: require_description(describe(dataclasses.replace(config, mesh=m)), "parity") for m in (one, mesh)}
+    steps_of = {
+        m: description.require_description(describe(dataclasses.replace(config, mesh=m)), "parity") for m in (one, mesh)
+    }
     _, specs, batch_layouts = steps_of[mesh]
     step, single_specs, _ = steps_of[one]
     state = tree.init(single_specs, key=0, rank=0)

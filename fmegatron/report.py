@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from fmegatron.files.whole import write_whole
+from fmegatron.files import whole
 from fmegatron.loop import read_run, report_page
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
                 f"--out: got {path}, whose folder is not there, wanted a file in a folder that is; make it"
             )
         page = report_page([read_run(run) for run in options.runs], options.title)
-        write_whole(path, page.encode("utf-8", errors="replace"))
+        whole.write_whole(path, page.encode("utf-8", errors="replace"))
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=err)
         return 2

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from fmegatron.testing import Forkserver, RankPool
+from fmegatron.testing.forkserver import Forkserver
+from fmegatron.testing.ranks import RankPool
 from tests import garbage, sampling, writers
 from tests.fresh import Python
 

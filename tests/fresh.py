@@ -20,7 +20,8 @@ import warnings
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from fmegatron.testing import Forkserver, forkserver
+from fmegatron.testing import forkserver
+from fmegatron.testing.forkserver import Forkserver
 
 __all__ = ["Process", "Python", "Twin"]
 

@@ -25,7 +25,8 @@ from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.writing.plan import plan
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.testing import RankPool, paired_seconds, report, seconds
+from fmegatron.testing.measure import paired_seconds, report, seconds
+from fmegatron.testing.ranks import RankPool
 
 PEERS = ("dcp", "safetensors", "orbax", "megatron")
 

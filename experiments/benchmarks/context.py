@@ -23,7 +23,10 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from fmegatron import nn, step
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
-from fmegatron.testing import RankPool, paired_seconds, report
+from fmegatron.nn.context_parallel import gathered_attention, zigzag
+from fmegatron.nn.dense_attention import Causal
+from fmegatron.testing.measure import paired_seconds, report
+from fmegatron.testing.ranks import RankPool
 
 LIMIT_S = 900
 RANKS = 2
@@ -51,8 +54,8 @@ def ours(mesh: Mesh, form: str):
     def attention(q, k, v, gradient, positions):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            attention = nn.gathered_attention if form == "gathered" else nn.ring_attention
-            out = attention(*leaves, nn.Causal(positions, zigzag=form == "balanced"), cp)
+            attention = gathered_attention if form == "gathered" else nn.ring_attention
+            out = attention(*leaves, Causal(positions, zigzag=form == "balanced"), cp)
         return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
     return attention
@@ -80,7 +83,7 @@ def by_torch(q, k, v, gradient, balanced: bool):
 def race(rank: int, numbers: tuple[int, ...], form: str, rounds: int, backend: str) -> dict:
     """Seconds of both in each round, the largest relative difference, bytes that ours sends."""
     sizes, mesh, balanced = Sizes(*numbers), Mesh(cp=RANKS), form == "balanced"
-    order = nn.zigzag(sizes.length, RANKS) if balanced else torch.arange(sizes.length)
+    order = zigzag(sizes.length, RANKS) if balanced else torch.arange(sizes.length)
     positions = order.chunk(RANKS)[rank].contiguous()
     given = [x[:, positions].contiguous() for x in values(sizes)]
     with connect(mesh) as world:

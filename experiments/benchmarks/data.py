@@ -32,7 +32,9 @@ from peers.process import Peer, started
 
 from fmegatron import data
 from fmegatron.data.indexed import HEADER, checked_places
-from fmegatron.testing import report
+from fmegatron.data.prepare import prepare
+from fmegatron.data.reader import ahead
+from fmegatron.testing.measure import report
 
 S, B = 2048, 8
 WHERE = f"1 process, 1 thread, processor time, {platform.machine()}, torch {torch.__version__}"
@@ -235,7 +237,7 @@ def bench_ahead(folder: Path, rounds: int) -> None:
 
     shares = {"plain": [], "ahead": []}
     for _ in range(rounds):
-        with data.ahead(slow) as reader:
+        with ahead(slow) as reader:
             reader(0)
             for name, batch_at in (("plain", slow.at), ("ahead", reader)):
                 waited = 0.0
@@ -269,7 +271,7 @@ def bench_prepare(folder: Path, rounds: int, quick: bool) -> None:
             os.fsync(file.fileno())
 
     def ours():
-        data.prepare([folder / "in.jsonl"], folder / "prepared", str(folder / "tokenizer.json"))
+        prepare([folder / "in.jsonl"], folder / "prepared", str(folder / "tokenizer.json"))
 
     ratios = paired(timed(ours), timed(plain), rounds)
     report("prepare_vs_plain_loop", ratios, unit="times the tokens per second", bar=">= 1.0",

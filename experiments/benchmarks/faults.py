@@ -32,7 +32,7 @@ from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
 from fmegatron.loop import Faults, Options, Restart, Run, Save
-from fmegatron.testing import report
+from fmegatron.testing.measure import report
 
 SAVE_EVERY, EXCEPTION, KILL, HANG = 4, 6, 10, 16  # updates
 LIMIT_S = 600  # of a job

@@ -19,7 +19,7 @@ from fmegatron import model, step
 from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
-from fmegatron.testing import paired_seconds, report
+from fmegatron.testing.measure import paired_seconds, report
 
 PROMPT, COUNT, VOCAB = 32, 128, 8192
 

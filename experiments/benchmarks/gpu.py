@@ -32,7 +32,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.testing import peak_bytes, report
+from fmegatron.model.counts import flops_per_token, parameters
+from fmegatron.testing.measure import peak_bytes, report
 
 PROMISED = 989e12  # FLOP/s, dense bf16 of an H100 SXM or H200 (NVIDIA's data sheets)
 SHAPES = {  # sizes of the model, rows of a batch, what a layer of ours saves
@@ -57,7 +58,7 @@ def layers_that_fit(free: int) -> int:
     """Layers of `largest` for so many bytes: 16 of state and gradient a parameter, a stack of gradients, 8 GiB else."""
 
     def needed(layers):
-        n = model.parameters(config_of("largest", layers))
+        n = parameters(config_of("largest", layers))
         stack = 4 * n["mlp"] * 2 // 3  # gate and up of all layers, once as a list and once as a stack
         return 16 * n["total"] + stack + 8 * 2**30
 
@@ -244,7 +245,7 @@ def write(sheet: Sheet, kind: str, layers: int, machine: dict, on_gpu: bool) -> 
         layers = layers * 17 // 20
         ours = sheet.row(kind, "ours", layers)
     config = config_of(kind, layers)
-    flops, n = model.flops_per_token(config)["total"], model.parameters(config)["total"]
+    flops, n = flops_per_token(config)["total"], parameters(config)["total"]
     where = f"{machine['name']}, {n / 1e9:.3g} B parameters, batch {SHAPES[kind][1]} x {config.max_seq}, bf16, torch "
     where += torch.__version__
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fmegatron import testing
+from fmegatron.testing.measure import peak_bytes as peak_bytes_of_testing
 
 __all__ = ["counted_in_children", "peak_bytes"]
 
@@ -44,7 +44,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     """
     process = ctypes.CDLL(None)
     if not hasattr(process, "heap_top"):
-        return testing.peak_bytes(work)
+        return peak_bytes_of_testing(work)
     process.heap_live.restype = process.heap_top.restype = ctypes.c_long
     process.heap_reset()
     before = process.heap_live()

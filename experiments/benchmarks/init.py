@@ -14,8 +14,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.testing import paired_seconds, report
-from fmegatron.tree.init import fill
+from fmegatron.testing.measure import paired_seconds, report
+from fmegatron.tree.initialize import fill
 
 ROUNDS = 9
 N = 1 << 24

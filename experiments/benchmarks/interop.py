@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from fmegatron import model, tree
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
-from fmegatron.testing import paired_seconds, report
+from fmegatron.testing.measure import paired_seconds, report
 
 D, V, HEADS = 2048, 8192, 16
 

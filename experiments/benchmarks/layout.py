@@ -13,7 +13,7 @@ import time
 import torch
 
 from fmegatron.layout import Layout, Mesh, Split, plan_reshard
-from fmegatron.testing import report
+from fmegatron.testing.measure import report
 
 LEAVES = 1000
 RANK = 9_731

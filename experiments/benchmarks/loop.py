@@ -21,8 +21,8 @@ import torch
 from fmegatron import data, step, tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Log, Options, Run, Save
-from fmegatron.step import matmul_seconds
-from fmegatron.testing import report
+from fmegatron.step.clock import matmul_seconds
+from fmegatron.testing.measure import report
 
 LOG_EVERY = 10
 

@@ -24,7 +24,9 @@ from heap import counted_in_children, peak_bytes
 from fmegatron import nn, step
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
-from fmegatron.testing import RankPool, paired_seconds, report
+from fmegatron.nn.moe import expert_weights
+from fmegatron.testing.measure import paired_seconds, report
+from fmegatron.testing.ranks import RankPool
 
 LIMIT_S = 900
 
@@ -63,7 +65,7 @@ def ours(mesh: Mesh, sizes: Sizes, rows: int | None):
         with torch.enable_grad():
             x, router, up, down = leaves
             routing = choose(x[None] @ router)
-            w = nn.expert_weights({"up": up, "down": down}, ep, ep)
+            w = expert_weights({"up": up, "down": down}, ep, ep)
             y, found = nn.dropless(x[None], routing, w, experts, ep, ep, axes[()], rows)
             loss = y.square().sum()
         return loss.detach(), torch.autograd.grad(loss, leaves), found["sent"]

@@ -28,7 +28,11 @@ from peers.tensor_parallel import tp_step
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.testing import RankPool, paired_seconds, report
+from fmegatron.optim.orthogonalized import fused_parts
+from fmegatron.step.costs import least_traffic, state_bytes
+from fmegatron.step.timelines.planned import launches as launches_of_step
+from fmegatron.testing.measure import paired_seconds, report
+from fmegatron.testing.ranks import RankPool
 
 LR = 3e-4
 ENDS = step.Overlap(depth=0, late_reductions=False)  # fewest messages, no order of its own
@@ -104,12 +108,12 @@ class Form:
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
         self.state = tree.init(step.state_specs(specs, optimizer, strategy), 0, world.rank)
-        self.formula = step.state_bytes(specs, optimizer, world.rank)
+        self.formula = state_bytes(specs, optimizer, world.rank)
         if tensor:  # gathers and reduce-scatters of activations, 4 each way a layer, and at both ends of the decoder
             self.least = (8 * config.layers + 4) * batch["tokens"].numel() * config.dim
             self.least *= config.compute_dtype.itemsize * (ranks - 1) // ranks
             return
-        least = step.least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
+        least = least_traffic(layouts, strategy, gathers=lambda p: 2 if p.startswith("blocks/") else 1)
         # The count of the tokens and the sum of their losses in fp64, and the norm where no rank has all gradients.
         numbers = 2 * 8 + (config.param_dtype.itemsize if strategy.optim else 0)
         self.least = least.total + 2 * (ranks - 1) * numbers // ranks
@@ -129,7 +133,7 @@ class Form:
         ops = [c.op for c in found]
         held = sum(x.numel() * x.element_size() for x in tree.leaves((self.state.params, self.state.opt)))
         return {
-            "ahead": gathers_ahead(step.launches(graph).split()),
+            "ahead": gathers_ahead(launches_of_step(graph).split()),
             "calls": {op: ops.count(op) for op in sorted(set(ops))},
             "sent": sum(c.sent for c in found),
             "least": self.least,
@@ -149,7 +153,7 @@ def optimizer_of(name: str, config):
     """The optimizers that are compared."""
     if name == "adamw":
         return optim.adamw(LR)
-    return optim.muon(LR, parts=optim.fused_parts(model.layouts(config, Mesh(tp=1))))
+    return optim.muon(LR, parts=fused_parts(model.layouts(config, Mesh(tp=1))))
 
 
 def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: int) -> dict:

@@ -30,7 +30,11 @@ from heap import counted_in_children, peak_bytes
 from fmegatron import model, nn, optim, plan, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.testing import RankPool, report
+from fmegatron.plan.rates import measured_rates
+from fmegatron.step.checker.context import Report
+from fmegatron.step.timelines.planned import Rates
+from fmegatron.testing.measure import report
+from fmegatron.testing.ranks import RankPool
 
 LIMIT_S = 3600  # of one case, compiling included
 SHAPES = {
@@ -302,7 +306,7 @@ def seconds() -> None:
 CHECKED = {"dense": Mesh(dp=16, fsdp=32, cp=4, tp=8), "experts": Mesh(dp=8, fsdp=8, ep=8, cp=4, tp=8)}
 
 
-def checked(name: str, layers: int = 64) -> step.Report:
+def checked(name: str, layers: int = 64) -> Report:
     """The check of a train step of 16,384 ranks: bf16, HSDP, sequence parallelism, a ring over cp; experts over ep."""
     mesh, strategy = CHECKED[name], DataParallel(("dp", "fsdp", "ep"), *[("fsdp",)] * 3)
     mixture = model.MoE(nn.Router(64, 4, normalised=True), 4096, balance=0.01, z_loss=1e-3)
@@ -353,7 +357,7 @@ def timed_on_rank(rank: int, which: int, rounds: int) -> tuple[float, tuple]:
     """(median seconds of a step, rates of this machine with all ranks at work). which: of ORDER."""
     case = ORDER[which]
     with connect(case.mesh) as world:
-        rates = plan.measured_rates(world)
+        rates = measured_rates(world)
         once, _ = run_of(case, rank, world)
         found = []
         for _ in range(rounds):
@@ -383,7 +387,7 @@ def order(rounds: int = 7) -> None:
             on_ranks = pool.run(timed_on_rank, which, rounds, ranks=4, timeout_s=LIMIT_S)
             found.append(max(took for took, _ in on_ranks))
             rates.append(on_ranks[0][1])
-    typical = step.Rates(*map(statistics.median, zip(*rates, strict=True)))
+    typical = Rates(*map(statistics.median, zip(*rates, strict=True)))
     planned = [plan.quick(described(case)).step_seconds(typical)["total"] for case in ORDER]
     for case, took, said in zip(ORDER, found, planned, strict=True):
         print(

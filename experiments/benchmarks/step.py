@@ -22,7 +22,7 @@ from peers.decoder import Sizes, peer_step
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.testing import peak_bytes, report
+from fmegatron.testing.measure import peak_bytes, report
 
 THREADS = 2
 WHERE = f"CPU, 1 process, {THREADS} threads, fp32, torch {torch.__version__}"

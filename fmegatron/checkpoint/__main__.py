@@ -22,18 +22,18 @@ from typing import Any, TextIO
 import torch
 
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.open_store import holding, open_store
 from fmegatron.checkpoint.files.saved import again
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.stores import holding, open_store
 from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, rename, take
 from fmegatron.checkpoint.reading.rules import fuse, split, stack, transpose, unstack
 from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.tools import printed
-from fmegatron.checkpoint.tools.diff import diff
+from fmegatron.checkpoint.tools.differences import diff
 from fmegatron.checkpoint.tools.gc import LIVE_SECONDS, collect
 from fmegatron.checkpoint.tools.ls import listing, listing_of
 from fmegatron.checkpoint.tools.printed import one_line, plain
-from fmegatron.checkpoint.tools.reshard import (
+from fmegatron.checkpoint.tools.resharding import (
     BOUND_BYTES,
     parse_chunks,
     parse_mesh,
@@ -44,9 +44,9 @@ from fmegatron.checkpoint.tools.reshard import (
 )
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.checkpoint.tools.source import open_source
-from fmegatron.checkpoint.tools.verify import Report, verify
+from fmegatron.checkpoint.tools.verification import Report, verify
 from fmegatron.interop import export_safetensors, hf, source
-from fmegatron.layout import dtype_from_name
+from fmegatron.layout import dtypes
 
 GOOD, FOUND, FAILED = 0, 1, 2
 
@@ -291,7 +291,7 @@ def parse_renames(texts: Sequence[str]) -> tuple[tuple[re.Pattern, str], ...]:
 def parse_dtype(text: str) -> torch.dtype:
     """A dtype by torch's name or ours: `bfloat16` or `bf16`. Raises ValueError."""
     found = getattr(torch, text, None)
-    return found if isinstance(found, torch.dtype) else dtype_from_name(text)
+    return found if isinstance(found, torch.dtype) else dtypes.dtype_from_name(text)
 
 
 def _exported(out: TextIO, files: Sequence[str], tensors: int, nbytes: int) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import optree
 
-from fmegatron.layout import DATA_AXES, SEQUENCE_AXES, Mesh
-from fmegatron.tree import Tree, require_mesh
-from fmegatron.tree.torch_private import EVERY_NAMESPACE
+from fmegatron.layout import Mesh, data_parallel
+from fmegatron.tree import checks, structure, torch_private
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World
@@ -38,9 +37,9 @@ class Axis:
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
         return replace(self, names=tuple(names), size=math.prod(sizes), sizes=sizes)
 
-    def require(self, layouts: Tree, who: str) -> None:
+    def require(self, layouts: structure.Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of this axis."""
-        require_mesh(layouts, self.mesh, who, "the axis")
+        checks.require_mesh(layouts, self.mesh, who, "the axis")
 
     def __str__(self) -> str:
         return "+".join(self.names) or "(size 1)"
@@ -59,7 +58,7 @@ class Axes:
 
     mesh: Mesh
     world: World | None = None
-    data: tuple[str, ...] = (*DATA_AXES, *SEQUENCE_AXES)
+    data: tuple[str, ...] = (*data_parallel.DATA_AXES, *data_parallel.SEQUENCE_AXES)
 
     def __post_init__(self):
         data = (self.data,) if isinstance(self.data, str) else self.data
@@ -78,15 +77,15 @@ class Axes:
     @property
     def sequence(self) -> Axis:
         """What splits sequences: `layout.SEQUENCE_AXES`, cp and inside of it cpi."""
-        return self[SEQUENCE_AXES]
+        return self[data_parallel.SEQUENCE_AXES]
 
-    def require(self, layouts: Tree, who: str) -> None:
+    def require(self, layouts: structure.Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of these axes."""
-        require_mesh(layouts, self.mesh, who, "the axes")
+        checks.require_mesh(layouts, self.mesh, who, "the axes")
 
 
 # A constant of the trees that it is in, and no leaf: what is told of tokens (`model.At`) goes through layers, which
 # take tensors only.
 cast("Any", optree.register_pytree_node)(  # its types want a Collection
-    Axes, lambda axes: ((), axes, ()), lambda axes, _: axes, namespace=EVERY_NAMESPACE
+    Axes, lambda axes: ((), axes, ()), lambda axes, _: axes, namespace=torch_private.EVERY_NAMESPACE
 )

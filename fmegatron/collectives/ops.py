@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fmegatron.collectives.axes import Axis
-from fmegatron.collectives.collective import linear
-from fmegatron.collectives.place import Place
+from fmegatron.collectives.kinds import linear
+from fmegatron.collectives.places import Place
 from fmegatron.collectives.real import filled_up
 from fmegatron.collectives.table import (
     ALL_GATHER,
@@ -32,7 +32,7 @@ from fmegatron.collectives.table import (
     PSUM,
     REDUCE_SCATTER,
 )
-from fmegatron.collectives.wire import Wire, wide
+from fmegatron.collectives.wires import Wire, wide
 
 __all__ = [
     *("all_gather", "all_gather_many", "all_to_all", "all_to_all_many", "all_to_all_rows", "axis_index", "declare"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
-from fmegatron.collectives.wire import Wire
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 __all__ = ["Precision"]
 
@@ -72,7 +72,7 @@ class Precision:
         """How matrices travel when they are gathered, and their gradients when they are reduced."""
         return Wire(self.gather or self.compute, self.reduce, self.exact, self.compute)
 
-    def wires(self, layouts: tree.Tree) -> tree.Tree:
+    def wires(self, layouts: structure.Tree) -> structure.Tree:
         """How each leaf travels: the tree of `layouts` with a Wire for each.
 
         Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or
@@ -82,9 +82,9 @@ class Precision:
         vector = Wire(None, self.reduce if wide else None, self.exact)
 
         def wire_of(path: str, layout: Layout) -> Wire:
-            return self.wire if len(layout.shape) > 1 and tree.neither_norm_nor_bias(path) else vector
+            return self.wire if len(layout.shape) > 1 and structure.neither_norm_nor_bias(path) else vector
 
-        return tree.map_with_path(wire_of, layouts)
+        return structure.map_with_path(wire_of, layouts)
 
     # ---- the usual ones
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fmegatron.collectives import real
-from fmegatron.collectives.collective import Collective
-from fmegatron.collectives.place import Place
+from fmegatron.collectives.kinds import Collective
+from fmegatron.collectives.places import Place
 from fmegatron.collectives.table import ALL_GATHER, REDUCE_SCATTER
 from fmegatron.collectives.torch_private import allow_symmetric_memory, functional_ops
 

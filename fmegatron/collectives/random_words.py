@@ -11,8 +11,8 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives.axes import Axes
 from fmegatron.collectives.ops import axis_index, declare
-from fmegatron.layout import Layout, Split, row_major_strides
-from fmegatron.layout.split import rooms
+from fmegatron.layout import Layout, Split, boxes, split
+from fmegatron.tree import arithmetic
 
 __all__ = ["positions", "random_words"]
 
@@ -44,7 +44,7 @@ def random_words(
     # Hashed: key and count meet in an exclusive or, so that (1, 0) and (0, 1) would be one stream.
     key = tree.fold_in(key, name)
     first = _mix((count & _LOW_32) ^ (key & _LOW_32))
-    first, second = tree.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
+    first, second = arithmetic.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
     if dims := count.dim():
         at = _positions(tuple(like.shape[dims:]), like, _of_a_row(like, layout, dims), axes)
         behind = (..., *[None] * (like.dim() - dims))  # no view, in which a shard of one row would lose its place
@@ -126,13 +126,13 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
             shape=(math.prod(layout.shape[:leading]), *dims), spec=(names, *layout.spec[leading:]), flat=()
         )
         return _of_dims(like, merged, axes).flatten()
-    block, strides = layout.replace(flat=()).local_shape(0), row_major_strides(layout.shape)
+    block, strides = layout.replace(flat=()).local_shape(0), boxes.row_major_strides(layout.shape)
     if layout.padded:
         within = _padded_ramp(math.prod(block), layout.flat, like, axes)
     else:
         within = _ramp(math.prod(shape), layout.flat, like, axes)
     at: torch.Tensor | int = 0
-    for dim, stride in enumerate(row_major_strides(block)):
+    for dim, stride in enumerate(boxes.row_major_strides(block)):
         index = torch.div(within, stride, rounding_mode="floor") % block[dim]
         at = at + _global_index(index, layout, dim, axes) * strides[dim]
     split = tuple(name for dim in range(len(block)) for name in layout.axes(dim) if layout.mesh[name] > 1)
@@ -154,7 +154,9 @@ def _leading_dims(layout: Layout) -> int:
 def _of_dims(like: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
     """`positions` under a layout that is not flattened."""
     at: torch.Tensor | int = 0
-    for dim, (size, stride) in enumerate(zip(layout.local_shape(0), row_major_strides(layout.shape), strict=True)):
+    for dim, (size, stride) in enumerate(
+        zip(layout.local_shape(0), boxes.row_major_strides(layout.shape), strict=True)
+    ):
         parts, count = layout.parts[dim], math.prod(layout.counts[dim])
         if layout.padded and count > 1:
             starts = [sum(parts[:i]) for i in range(len(parts))]
@@ -185,14 +187,14 @@ def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> 
 def _padded_ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor:
     """`_ramp` of this rank's room of a dim, or part, of `size` elements: `y[N_a]`, int64."""
     big = tuple(name for name in names if axes.mesh[name] > 1)
-    ramp = torch.arange(rooms(size, [axes.mesh[name] for name in big])[-1], device=like.device)
+    ramp = torch.arange(split.rooms(size, [axes.mesh[name] for name in big])[-1], device=like.device)
     return declare(ramp + _start(size, big, like, axes), axes[big], ("sharded", 0)) if big else ramp
 
 
 def _start(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor | int:
     """Where this rank's room of a dim, or part, of `size` elements begins."""
     start: torch.Tensor | int = 0
-    for name, room in zip(names, rooms(size, [axes.mesh[name] for name in names])[1:], strict=True):
+    for name, room in zip(names, split.rooms(size, [axes.mesh[name] for name in names])[1:], strict=True):
         start = start + axis_index(axes[name], like) * room
     return start
 
@@ -207,7 +209,7 @@ def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> 
     for size in layout.parts[dim]:
         if layout.padded:
             names = tuple(name for name in layout.axes(dim) if layout.mesh[name] > 1)
-            piece = rooms(size, layout.counts[dim])[-1]
+            piece = split.rooms(size, layout.counts[dim])[-1]
             there = index - local + start + _start(size, names, index, axes)
         else:
             piece = size // axis.size

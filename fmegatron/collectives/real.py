@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fmegatron.collectives.place import Place
+from fmegatron.collectives.places import Place
 from fmegatron.collectives.torch_private import functional_ops, group_named, register_work
-from fmegatron.collectives.wire import wide
-from fmegatron.layout import dtype_from_name, dtype_name
+from fmegatron.collectives.wires import wide
+from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 
 if TYPE_CHECKING:
     from fmegatron.collectives.world import World

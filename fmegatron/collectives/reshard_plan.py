@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fmegatron.layout import Layout, Split
-from fmegatron.layout.split import rooms
+from fmegatron.layout import Layout, Split, split
 
 __all__ = ["Move", "reshard_moves"]
 
@@ -98,7 +97,7 @@ def _true(sizes: Sequence[int], layout: Layout, held: Sequence[str], moved: Sequ
     """Sizes of parts that `held` axes cut, once they are in full over the minor ones `moved`; () where these divide."""
     counts = tuple(layout.mesh[name] for name in held)
     first = held.index(moved[0])
-    found = [rooms(size, counts) for size in sizes]
+    found = [split.rooms(size, counts) for size in sizes]
     exact = all(room[-1] * math.prod(counts[first:]) == room[first] for room in found)
     return () if exact else tuple(room[first] for room in found)
 

@@ -12,9 +12,9 @@ import math
 import torch
 
 from fmegatron.collectives import real
-from fmegatron.collectives.collective import REPLICATED, Collective, Own, Partial, Permuted, RankIndex, Sharded
-from fmegatron.collectives.place import Place
-from fmegatron.collectives.wire import wide
+from fmegatron.collectives.kinds import REPLICATED, Collective, Own, Partial, Permuted, RankIndex, Sharded
+from fmegatron.collectives.places import Place
+from fmegatron.collectives.wires import wide
 
 __all__ = ["ALL_GATHER", "ALL_TO_ALL", "ALL_TO_ALL_ROWS", "AXIS_INDEX", "COLLECTIVES", "DECLARE", "PMAX", "PPERMUTE"]
 __all__ += ["CUT", "PSUM", "REDUCE_SCATTER"]

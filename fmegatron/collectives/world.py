@@ -28,7 +28,7 @@ from fmegatron.collectives.process_group import (
 from fmegatron.collectives.slurm import adopt_slurm
 from fmegatron.collectives.torch_private import register_group, unregister_group
 from fmegatron.layout import Mesh
-from fmegatron.tree.labels import labelled
+from fmegatron.tree import labels, structure
 
 __all__ = ["FailedOnRank", "World", "connect"]
 
@@ -78,7 +78,7 @@ class World:
     def __hash__(self) -> int:
         return id(self)
 
-    def put(self, values: tree.Tree, layouts: tree.Tree | None = None) -> tree.Tree:
+    def put(self, values: structure.Tree, layouts: structure.Tree | None = None) -> structure.Tree:
         """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
 
         layouts: theirs, as for `tree.place`; a batch that is made by hand needs them. None: those that the values know.
@@ -89,7 +89,7 @@ class World:
 
         def moved(x: torch.Tensor) -> torch.Tensor:
             there, layout = x.to(self.device), tree.layout_of(x)
-            return there if layout is None else labelled(there, layout)
+            return there if layout is None else labels.labelled(there, layout)
 
         values = tree.map(moved, values)
         return values if layouts is None else tree.place(values, layouts, self.rank)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fmegatron.data.indexed import IndexedTokens
+from fmegatron.data.indexed_writer import merge_indexed
 from fmegatron.data.packing import pack
 from fmegatron.data.prepare import facts_of, prepare
-from fmegatron.data.write_indexed import merge_indexed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

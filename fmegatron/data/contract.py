@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.tree.labels import labelled, layout_of
+from fmegatron.tree import labels, structure
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
 
@@ -33,10 +33,10 @@ class Source(ABC):
     """
 
     @abstractmethod
-    def at(self, position: int) -> tree.Tree:
+    def at(self, position: int) -> structure.Tree:
         """The batch of a position (0, 1, 2 …), all rows of all ranks."""
 
-    def rows(self, position: int, ranges: Ranges) -> tree.Tree | None:
+    def rows(self, position: int, ranges: Ranges) -> structure.Tree | None:
         """Some rows of the batch of a position, for sources that can read less than all: the ranges (start, stop) of
         dim 0, one after the other. None, the default: `at` is asked, and cut.
 
@@ -51,7 +51,7 @@ class Source(ABC):
         """
         return None
 
-    def state(self) -> tree.Tree | None:
+    def state(self) -> structure.Tree | None:
         """A JSON value that `restore` goes on from behind the last batch that was given. None: a position determines
         the batch. Either always None, or never.
 
@@ -60,7 +60,7 @@ class Source(ABC):
         """
         return None
 
-    def restore(self, state: tree.Tree) -> None:
+    def restore(self, state: structure.Tree) -> None:
         """Go on behind the batch after which `state` was given."""
         raise TypeError(
             f"{type(self).__name__}.restore: got a state and a class without this method, wanted one; a source "
@@ -70,13 +70,13 @@ class Source(ABC):
 
 @dataclass(frozen=True, eq=False)
 class _Function(Source):
-    function: Callable[[int], tree.Tree]
+    function: Callable[[int], structure.Tree]
 
-    def at(self, position: int) -> tree.Tree:
+    def at(self, position: int) -> structure.Tree:
         return self.function(position)
 
 
-def source(function: Callable[[int], tree.Tree]) -> Source:
+def source(function: Callable[[int], structure.Tree]) -> Source:
     """The source of a pure function from position to the batch of all ranks; a decorator, too.
 
     >>> @source
@@ -87,8 +87,8 @@ def source(function: Callable[[int], tree.Tree]) -> Source:
     """
     if not callable(function) or isinstance(function, Source):
         raise ValueError(
-            f"source: got {tree.in_words(function)}, wanted a function from position to a batch; a data.Source needs "
-            "none"
+            f"source: got {structure.in_words(function)}, wanted a function from position to a batch; a data.Source "
+            "needs none"
         )
     return _Function(function)
 
@@ -117,7 +117,7 @@ def require_source(given: Any, who: str) -> Source:
     fix = "data.Batches, or an object of a subclass of data.Source"
     if callable(given):
         fix = "data.source(function), whose function gives the batch of all ranks"
-    raise ValueError(f"{who}: got {tree.in_words(given)}, wanted a data.Source; give {fix}")
+    raise ValueError(f"{who}: got {structure.in_words(given)}, wanted a data.Source; give {fix}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +127,11 @@ class Placed(Source):
     source: Source
     device: torch.device
 
-    def at(self, position: int) -> tree.Tree:
+    def at(self, position: int) -> structure.Tree:
         return tree.map(self._moved, self.source.at(position))
 
     def _moved(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.device == self.device:
             return x
-        layout, moved = layout_of(x), x.to(self.device)
-        return moved if layout is None else labelled(moved, layout)
+        layout, moved = labels.layout_of(x), x.to(self.device)
+        return moved if layout is None else labels.labelled(moved, layout)

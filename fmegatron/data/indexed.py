@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from fmegatron.data.open_tokenizer import Tokenizer, tokenizer_from
 from fmegatron.data.ranged import Ranged, exact_size, open_url, ranged, whole_object
-from fmegatron.files.look import content_of
+from fmegatron.files import disk
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = 34
@@ -138,7 +138,7 @@ class IndexedTokens:
         """The file or object PREFIX + suffix, None where there is none."""
         if self._store is not None:
             return whole_object(self._store, self._key + suffix)
-        return content_of(self._key + suffix)
+        return disk.content_of(self._key + suffix)
 
     def pieces(self, starts: Sequence[int], count: int) -> list[np.ndarray]:
         """`count` tokens from each of these on; of an object store all are asked for at once."""

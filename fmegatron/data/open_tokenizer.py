@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from fmegatron.data.subword import KINDS, SubwordTokenizer, from_foreign, from_saved
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
-from fmegatron.files.look import listed
+from fmegatron.files import disk
 
 Tokenizer: TypeAlias = ByteTokenizer | CharTokenizer | SubwordTokenizer
 
@@ -69,7 +69,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     ValueError names the file when it is no such file; FileNotFoundError when there is none.
     """
     try:
-        if listed(path) is None and (saved := _saved(Path(path))) is not None:
+        if disk.listed(path) is None and (saved := _saved(Path(path))) is not None:
             return tokenizer_from(saved)
         return from_foreign(path)
     except ValueError as error:

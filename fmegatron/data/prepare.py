@@ -19,13 +19,12 @@ import numpy as np
 
 from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens, bare
+from fmegatron.data.indexed_writer import IndexedWriter, link_indexed, merge_indexed, token_dtype
 from fmegatron.data.open_tokenizer import keep_beside, load_tokenizer
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
 from fmegatron.data.tokenizers import ByteTokenizer
-from fmegatron.data.write_indexed import IndexedWriter, link_indexed, merge_indexed, token_dtype
-from fmegatron.files.look import content_of, listed
-from fmegatron.files.whole import whole_file
+from fmegatron.files import disk, whole
 
 _TOGETHER = 1 << 18  # characters of texts that are encoded at once
 _IDS = 1 << 31
@@ -79,7 +78,7 @@ def prepare(
     folder = Path(f"{prefix}.parts")
     _begin(folder, arguments, fresh)
     began, found = time.perf_counter(), {}
-    there = set(listed(folder) or ())  # a run that ended while it removed them has left some of their files
+    there = set(disk.listed(folder) or ())  # a run that ended while it removed them has left some of their files
     for number in range(len(parts)):
         if there >= {f"{number:06d}.{kind}" for kind in ("bin", "idx", "json")}:
             found[number] = json.loads((folder / f"{number:06d}.json").read_bytes())
@@ -115,7 +114,7 @@ def prepare(
         "inputs": files,
     }  # fmt: skip
     keep_beside(tool, prefix)
-    with whole_file(f"{prefix}.json") as file:
+    with whole.whole_file(f"{prefix}.json") as file:
         file.write(json.dumps(facts, indent=2).encode() + b"\n")
     shutil.rmtree(folder)
     return {**facts, "seconds": round(time.perf_counter() - began, 3)}
@@ -134,7 +133,7 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    if (stored := content_of(folder / "plan.json")) is not None:
+    if (stored := disk.content_of(folder / "plan.json")) is not None:
         before = json.loads(stored)
         arguments = json.loads(json.dumps(arguments))
         differ = [name for name in arguments if arguments[name] != before.get(name)]
@@ -144,10 +143,10 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
                 "old arguments, or --fresh"
             )
     else:
-        for name in listed(folder) or ():  # of a call that ended while it removed them, perhaps another
+        for name in disk.listed(folder) or ():  # of a call that ended while it removed them, perhaps another
             if name.endswith(".json") and name[0].isdigit():
                 (folder / name).unlink()
-        with whole_file(folder / "plan.json") as file:
+        with whole.whole_file(folder / "plan.json") as file:
             file.write(json.dumps(arguments).encode())
 
 
@@ -200,7 +199,7 @@ def tokenize_part(
             writer.add_documents(ids, lengths)
             bytes_ += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         stats = {"tokens": writer.tokens, "documents": writer.documents, "bytes": bytes_}
-    with whole_file(f"{prefix}.json") as file:
+    with whole.whole_file(f"{prefix}.json") as file:
         file.write(json.dumps(stats).encode())
     return number, stats
 

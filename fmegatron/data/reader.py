@@ -12,7 +12,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.data.contract import Placed, Source, require_source
-from fmegatron.tree.labels import labelled, layout_of
+from fmegatron.tree import labels, structure
 
 _LOOK_S = 1.0  # how often one who waits looks whether the thread is alive
 
@@ -33,7 +33,7 @@ class Reader:
         self._stream = None
         self._thread.start()
 
-    def __call__(self, number: int) -> tree.Tree:
+    def __call__(self, number: int) -> structure.Tree:
         """The batch of a number: at once where it follows the one before, else as long as it takes to make it.
 
         Raises what `source.at(number)` raised; RuntimeError where the thread has ended, or `close` was called.
@@ -110,8 +110,8 @@ class Reader:
     def _on_device(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.device == self._device:
             return x
-        moved, layout = (x if x.is_cuda else x.pin_memory()).to(self._device, non_blocking=True), layout_of(x)
-        return moved if layout is None else labelled(moved, layout)
+        moved, layout = (x if x.is_cuda else x.pin_memory()).to(self._device, non_blocking=True), labels.layout_of(x)
+        return moved if layout is None else labels.labelled(moved, layout)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from fmegatron.data.contract import Source
 from fmegatron.data.order import shuffled
 from fmegatron.data.steps import StepBatches, check_sizes, require_from_start, whole
 from fmegatron.data.stored import digest_of
-from fmegatron.tree import Tree, in_words
+from fmegatron.tree import structure
 
 Row = dict[str, np.ndarray]
 _IGNORED = -100  # a label that is none, of Hugging Face and of torch's cross_entropy
@@ -66,8 +66,8 @@ class SourceBatches(StepBatches):
         check_sizes(self)
         if not hasattr(self.source, "__getitem__") or not hasattr(self.source, "__len__") or not len(self.source):
             raise ValueError(
-                f"SourceBatches: source: got {in_words(self.source)}, wanted items by number, source[i], and a length "
-                "above 0; give an iterable to data.Stream"
+                f"SourceBatches: source: got {structure.in_words(self.source)}, wanted items by number, source[i], and "
+                "a length above 0; give an iterable to data.Stream"
             )
 
     @property
@@ -114,7 +114,9 @@ class Mapped(StepBatches):
 
     def __post_init__(self) -> None:
         if not isinstance(self.batches, StepBatches) or not callable(self.function):
-            raise ValueError(f"Mapped: got {in_words(self.batches)}, wanted Batches, and a function of (row, number)")
+            raise ValueError(
+                f"Mapped: got {structure.in_words(self.batches)}, wanted Batches, and a function of (row, number)"
+            )
         require_from_start(self.batches, "Mapped: batches")
         object.__setattr__(self, "batch_size", self.batch_size or self.batches.batch_size)
         for name in ("seq_len", "zigzag"):
@@ -165,13 +167,13 @@ class Stream(Source):
         for name in ("state_dict", "load_state_dict", "__iter__"):
             if not hasattr(iterable, name):
                 raise ValueError(
-                    f"Stream: got {in_words(iterable)} without {name}, wanted an iterable with state_dict and "
-                    "load_state_dict (torchdata.stateful_dataloader, datasets.IterableDataset)"
+                    f"Stream: got {structure.in_words(iterable)} without {name}, wanted an iterable with state_dict "
+                    "and load_state_dict (torchdata.stateful_dataloader, datasets.IterableDataset)"
                 )
         self._iterable, self._next = iterable, 0
         self._iterator: Iterator | None = None
 
-    def at(self, position: int) -> Tree:
+    def at(self, position: int) -> structure.Tree:
         """The next batch, which must be that of this position.
 
         Raises ValueError for another position: an iterable cannot go back; RuntimeError for an iterable that is empty.
@@ -240,14 +242,14 @@ def _arrays(item: Any, where: str) -> Row:
             elif x.ndim == 1 and (x.dtype.kind in "iub" or not x.size):
                 found[name] = x.astype(bool if x.dtype.kind == "b" else np.int64)
             elif name == "labels":
-                raise ValueError(f"{where}: got 'labels' as {in_words(value)}, wanted integers [n]")
+                raise ValueError(f"{where}: got 'labels' as {structure.in_words(value)}, wanted integers [n]")
         if "tokens" not in found or found["tokens"].dtype != np.int64:
-            raise ValueError(f"{where}: got 'tokens' as {in_words(item['tokens'])}, wanted integers [n]")
+            raise ValueError(f"{where}: got 'tokens' as {structure.in_words(item['tokens'])}, wanted integers [n]")
         known = ("tokens", "labels", "mask", *(() if found["tokens"].size else ("positions", "documents")))
         return {name: x for name, x in found.items() if x.size or name in known}
     ids = np.asarray(item)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"{where}: got {in_words(item)}, wanted ids [n], or a mapping with 'tokens'")
+        raise ValueError(f"{where}: got {structure.in_words(item)}, wanted ids [n], or a mapping with 'tokens'")
     ids = ids.astype(np.int64)
     _check_ids(ids, "tokens", where)
     if len(ids) > 1:
@@ -266,7 +268,7 @@ def _check_ids(ids: np.ndarray, name: str, where: str) -> None:
 def _zeros_and_ones(x: np.ndarray, given: Any, where: str) -> np.ndarray:
     """A mask as bool [n]."""
     if x.ndim != 1 or x.size and x.dtype.kind not in "biuf":
-        raise ValueError(f"{where}: got 'mask' as {in_words(given)}, wanted numbers 0 and 1 [n]")
+        raise ValueError(f"{where}: got 'mask' as {structure.in_words(given)}, wanted numbers 0 and 1 [n]")
     if x.size and (other := x[(x != 0) & (x != 1)]).size:
         raise ValueError(f"{where}: got {other[0]} in 'mask', wanted 0 and 1; make weights of tokens a mask")
     return x.astype(bool)

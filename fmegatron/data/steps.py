@@ -14,8 +14,9 @@ import torch
 
 from fmegatron import tree
 from fmegatron.data.contract import Placed, Ranges, Source, source_name
-from fmegatron.layout import DataParallel, Layout, Mesh, zigzag
-from fmegatron.tree.labels import labelled, layout_of
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout.zigzag import zigzag
+from fmegatron.tree import labels, structure
 
 Batch = dict[str, torch.Tensor]
 
@@ -111,7 +112,7 @@ class RankBatches(Source):
     """
 
     batches: Source
-    layout: Layout | Callable[[tuple[int, ...], torch.dtype], Layout] | tree.Tree
+    layout: Layout | Callable[[tuple[int, ...], torch.dtype], Layout] | structure.Tree
     rank: int
     name: str | None = None  # of the source in messages; None: `source_name`
 
@@ -127,8 +128,8 @@ class RankBatches(Source):
         wanted = batches.batch_size, batches.seq_len
         if not isinstance(self.layout, Layout):
             raise ValueError(
-                f"for_rank: got {tree.in_words(self.layout)} as the layout, wanted one Layout, of tokens and labels; "
-                "give batches.layout(mesh, strategy, microbatches), or one of those of a step's Description"
+                f"for_rank: got {structure.in_words(self.layout)} as the layout, wanted one Layout, of tokens and "
+                "labels; give batches.layout(mesh, strategy, microbatches), or one of those of a step's Description"
             )
         if self.layout.shape != wanted or not self.layout.divides or self.layout.flat or self.layout.unreduced:
             raise ValueError(
@@ -161,7 +162,7 @@ class RankBatches(Source):
         found = {(x.shape[0], _ranges(x, self.rank, 0)) for x in self._stated.values() if x.shape}
         return next(iter(found))[1] if len(found) == 1 and all(x.shape for x in self._stated.values()) else None
 
-    def at(self, position: int) -> tree.Tree:
+    def at(self, position: int) -> structure.Tree:
         """This rank's part of the batch of a position."""
         where = f"{self.name or source_name(self.batches)}: the batch of position {position}"
         if self.ranges is not None and self._first is not None:
@@ -175,17 +176,17 @@ class RankBatches(Source):
         """What the source states."""
         return self.batches.describe()
 
-    def state(self) -> tree.Tree | None:
+    def state(self) -> structure.Tree | None:
         """That of the source."""
         return self.batches.state()
 
-    def restore(self, state: tree.Tree) -> None:
+    def restore(self, state: structure.Tree) -> None:
         """Go on there, with the source."""
         self.batches.restore(state)
 
-    def _cut(self, batch: tree.Tree, where: str, count: int | None, total: int) -> tree.Tree:
+    def _cut(self, batch: structure.Tree, where: str, count: int | None, total: int) -> structure.Tree:
         """The part of this rank. count: rows that are there, of `total`; None: all of them."""
-        paths, leaves, spec = tree.flatten(batch)
+        paths, leaves, spec = structure.flatten(batch)
         if not isinstance(self.layout, Layout):
             for path in self._stated:
                 if path not in paths:
@@ -198,10 +199,10 @@ class RankBatches(Source):
             if isinstance(x, torch.Tensor):
                 x = self._part(x, path, f"{where}: {path!r}", count, total)
             parts.append(x)
-        return tree.unflatten(spec, parts)
+        return structure.unflatten(spec, parts)
 
     def _part(self, x: torch.Tensor, path: str, where: str, count: int | None, total: int) -> torch.Tensor:
-        known = layout_of(x)
+        known = labels.layout_of(x)
         if count is None and known is not None and any(n > 1 for n in known.shard_counts):
             raise ValueError(
                 f"{where}: got an array that is known to be a part, {known}, wanted the whole one: a source gives the "
@@ -218,7 +219,7 @@ class RankBatches(Source):
             ranges = _ranges(layout, self.rank, dim)
             if ranges != ((0, shape[dim]),):
                 x, cut = torch.cat([x.narrow(dim, a, b - a) for a, b in ranges], dim), True
-        return labelled(x.contiguous() if cut else x, layout)
+        return labels.labelled(x.contiguous() if cut else x, layout)
 
     @cached_property
     def _layouts(self) -> dict[tuple, Layout]:

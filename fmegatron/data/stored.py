@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from fmegatron.files.whole import whole_file
+from fmegatron.files import whole
 
 _MAGIC = b"fmplan01"
 
@@ -23,7 +23,7 @@ def save_arrays(path: str | os.PathLike, made_of: dict[str, Any], arrays: dict[s
         offset += -(-x.nbytes // 64) * 64
     text = json.dumps({"made_of": made_of, "arrays": entries}).encode()
     start = -(-(16 + len(text)) // 64) * 64
-    with whole_file(path) as file:
+    with whole.whole_file(path) as file:
         file.write((_MAGIC + len(text).to_bytes(8, "little") + text).ljust(start, b"\0"))
         for x in arrays.values():
             file.write(np.ascontiguousarray(x).data.cast("B") if len(x) else b"")

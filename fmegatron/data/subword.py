@@ -23,7 +23,7 @@ import numpy as np
 
 from fmegatron.data.template import ChatTemplate, load_template
 from fmegatron.data.tokenizers import checked_ids, smallest_dtype
-from fmegatron.files.look import content_of, listed
+from fmegatron.files import disk
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
 KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
@@ -193,7 +193,7 @@ def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
     Raises ValueError for other content, FileNotFoundError for no file.
     """
     path = Path(path)
-    if (there := listed(path)) is not None:
+    if (there := disk.listed(path)) is not None:
         names = [name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if name in there]
         if not names:
             raise ValueError(
@@ -236,7 +236,7 @@ def _kind_of(path: Path, content: bytes) -> Kind:
 
 def _named_by_config(path: Path) -> dict[str, Any]:
     """{"eos": text, ..., "added": texts in the order of their ids} of a tokenizer_config.json, what of it there is."""
-    if (content := content_of(path)) is None:
+    if (content := disk.content_of(path)) is None:
         return {}
     try:
         known = json.loads(content)

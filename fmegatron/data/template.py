@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fmegatron.files.look import content_of, listed
+from fmegatron.files import disk
 
 Messages = Sequence[Mapping[str, Any]]
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has: around what is marked
@@ -93,8 +93,8 @@ def load_template(path: str | os.PathLike, name: str = "default") -> ChatTemplat
     Raises ValueError for a damaged configuration, and for a name that it does not have.
     """
     path = Path(path)
-    folder = path if listed(path) is not None else path.parent
-    content = content_of(path) if folder is not path else content_of(folder / "chat_template.jinja")
+    folder = path if disk.listed(path) is not None else path.parent
+    content = disk.content_of(path) if folder is not path else disk.content_of(folder / "chat_template.jinja")
     configurations = [_object(folder / file) for file in ("tokenizer_config.json", "chat_template.json")]
     text = None if content is None else content.decode("utf-8")
     for known in configurations:
@@ -119,7 +119,7 @@ def _named(found: Any, name: str, folder: Path) -> str | None:
 
 
 def _object(path: Path) -> dict:
-    if (content := content_of(path)) is None:
+    if (content := disk.content_of(path)) is None:
         return {}
     try:
         found = json.loads(content)

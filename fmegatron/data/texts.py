@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import IO, NamedTuple
 
-from fmegatron.files.look import listed
+from fmegatron.files import disk
 
 _KINDS = MappingProxyType(
     {
@@ -48,7 +48,7 @@ def kind_of(path: str | os.PathLike) -> str:
     for suffix, kind in _KINDS.items():
         if name.endswith(suffix):
             return kind
-    names = set(listed(name) or ())
+    names = set(disk.listed(name) or ())
     if {"state.json", "dataset_info.json"} & names:
         return "dataset"
     if "dataset_dict.json" in names:

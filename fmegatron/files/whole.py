@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
-from fmegatron.files.owner import owner
+from fmegatron.files.owners import owner
 
 BESIDE = ".new-"  # a file before it takes its name: ".new-OWNER-HEX", so that what a dead process left is known as that
 # What a file system answers that cannot sync a directory: its names are as durable as it makes them.

@@ -9,31 +9,21 @@ python -m fmegatron.interop dcp-to-fmegatron | fmegatron-to-dcp
 """
 
 from fmegatron.interop.convert import dcp_to_fmegatron, fmegatron_to_dcp
-from fmegatron.interop.dcp_bridge import FmegatronReader, FmegatronWriter
-from fmegatron.interop.dcp_read import dcp_objects, read_dcp_object
 from fmegatron.interop.dcp_write import save_dcp
-from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
+from fmegatron.interop.dense_to_experts import upcycle
+from fmegatron.interop.dtensor import to_dtensor
 from fmegatron.interop.safetensors_export import export_safetensors
 from fmegatron.interop.sources import source
-from fmegatron.interop.state_dict import from_state_dict, load_state_dict, save_state_dict, to_state_dict
-from fmegatron.interop.upcycle import upcycle
+from fmegatron.interop.state_dict import load_state_dict, save_state_dict
 
 __all__ = [
-    "FmegatronReader",
-    "FmegatronWriter",
-    "dcp_objects",
     "dcp_to_fmegatron",
     "export_safetensors",
     "fmegatron_to_dcp",
-    "from_state_dict",
-    "layout_of",
     "load_state_dict",
-    "mesh_of",
-    "read_dcp_object",
     "save_dcp",
     "save_state_dict",
     "source",
     "to_dtensor",
-    "to_state_dict",
     "upcycle",
 ]

@@ -15,13 +15,13 @@ import torch
 
 from fmegatron.checkpoint import CheckpointError, Foreign, Leaf, Source, Target, open_snapshot
 from fmegatron.checkpoint.dicts import values as values_of
-from fmegatron.checkpoint.tools.reshard import rewrite
+from fmegatron.checkpoint.tools import resharding
 from fmegatron.interop.dcp_directory import Directory, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of
 from fmegatron.interop.dcp_source import NOTE, DcpSource, newest_step
 from fmegatron.interop.dcp_write import Shard, ShardPlanner, write_dcp
 from fmegatron.interop.flat import flat_items
-from fmegatron.layout import Box, Layout, Mesh, row_major_strides
+from fmegatron.layout import Box, Layout, Mesh, boxes
 
 _GROUP_BYTES = 256 << 20  # elements in memory at a time
 _SHARD_BYTES = 64 << 20  # of a DCP directory that is written: larger leaves have one for each stored chunk
@@ -60,7 +60,7 @@ def dcp_to_fmegatron(
     directory = open_dcp(newest_step(source))
     check_files(directory, [(t.path, place) for t in directory.tensors.values() for place in t.places])
     extra, values, left = _objects(directory, skip_objects)
-    rewrite(_Converted(directory, extra, values, step), target, _GROUP_BYTES)
+    resharding.rewrite(_Converted(directory, extra, values, step), target, _GROUP_BYTES)
     return left
 
 
@@ -93,11 +93,11 @@ def _read(source: Source, shard: Shard) -> torch.Tensor:
 def _boxes(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     """The shards of a leaf in a DCP directory: one if it is of moderate size, else as many chunks as make it so."""
     if 0 in shape or math.prod(shape) * itemsize <= _SHARD_BYTES:
-        yield Box((0,) * len(shape), shape, 0, row_major_strides(shape))
+        yield Box((0,) * len(shape), shape, 0, boxes.row_major_strides(shape))
         return
     for start in itertools.product(*(range(0, n, c) for n, c in zip(shape, chunk, strict=True))):
         size = tuple(min(c, n - a) for a, c, n in zip(start, chunk, shape, strict=True))
-        yield Box(start, size, 0, row_major_strides(size))
+        yield Box(start, size, 0, boxes.row_major_strides(size))
 
 
 def _objects(directory: Directory, skip: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[str]]:

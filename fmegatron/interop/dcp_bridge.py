@@ -42,7 +42,7 @@ from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.checkpoint.writing import draft as drafts
 from fmegatron.interop.dcp_write import name_of
 from fmegatron.interop.torch_blob import plain_object
-from fmegatron.layout import Box, row_major_strides
+from fmegatron.layout import Box, boxes
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class FmegatronReader(StorageReader):
                 shape = tuple(item.lengths)
                 if tuple(x.shape) != shape:
                     raise ValueError(f"{name}: got a target of shape {tuple(x.shape)}, wanted {shape}, as planned")
-                box = Box(tuple(item.storage_offsets), shape, 0, row_major_strides(shape))
+                box = Box(tuple(item.storage_offsets), shape, 0, boxes.row_major_strides(shape))
                 if box.size:
                     targets.setdefault(leaf.path, []).append(Target(leaf.path, box, host, leaf.torch_dtype))
         source.fill(targets, self._verify)

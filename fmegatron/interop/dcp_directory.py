@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import xxhash
 
-from fmegatron.checkpoint import CheckpointError, open_store
-from fmegatron.checkpoint.files.foreign import recognized
-from fmegatron.files.look import check_damage, is_file, look, open_safely, read_part
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files import foreign, stores
+from fmegatron.files import disk
 from fmegatron.interop.inert import Global, Record, UnsafePickle, describe, load
 from fmegatron.interop.torch_blob import dtype_from_global
-from fmegatron.layout import Box, row_major_strides
+from fmegatron.layout import Box
+from fmegatron.layout.boxes import row_major_strides
 
 _META, _PLAN = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -112,7 +113,7 @@ def _metadata(root: str, where: str) -> bytes:
     """The bytes of `.metadata`. Raises CheckpointError: no pipe is waited for, and a hole takes no memory."""
 
     def part(start: int, size: int) -> bytes:
-        return read_part(lambda: open_safely(where), start, size)
+        return disk.read_part(lambda: disk.open_safely(where), start, size)
 
     try:
         size = os.stat(where, follow_symlinks=False).st_size
@@ -120,8 +121,8 @@ def _metadata(root: str, where: str) -> bytes:
             raise CheckpointError(f"{where}: got {size} bytes that are no pickle, wanted torch's metadata")
         return part(0, size)
     except OSError as error:
-        check_damage(error, where)
-        hint = recognized(open_store(root).locate()) if isinstance(error, FileNotFoundError) else None
+        disk.check_damage(error, where)
+        hint = foreign.recognized(stores.open_store(root).locate()) if isinstance(error, FileNotFoundError) else None
         hint = hint or "wanted a directory that torch.distributed.checkpoint has written to its end"
         raise CheckpointError(f"{root}: no .metadata ({error.strerror}); {hint}") from None
 
@@ -146,9 +147,9 @@ def open_file(root: str, place: Place, where: str) -> int:
         raise CheckpointError(f"{where}: got the file name {place.file[:80]!r}, wanted one in {root}")
     at = os.path.join(root, place.file)
     try:
-        fd = look(lambda: open_safely(at))
+        fd = disk.look(lambda: disk.open_safely(at))
     except OSError as error:
-        check_damage(error, f"{where}: {at}")
+        disk.check_damage(error, f"{where}: {at}")
         raise CheckpointError(f"{where}: its file {at} cannot be read ({error.strerror})") from None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_size < place.offset + place.length:
@@ -195,7 +196,7 @@ def _parse(root: str, value: Any, where: str) -> Directory:
             objects[path] = StoredObject(path, name, place)
         else:
             tensors[path] = _tensor(path, name, _fields(entry, "TensorStorageMetadata"), places)
-    if is_file(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
+    if disk.is_file(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
         objects[COMMON] = StoredObject(COMMON, COMMON, Place("common.pt", 0, os.path.getsize(common)))
     return Directory(root, tensors, objects)
 

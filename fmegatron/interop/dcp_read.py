@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron import tree
 from fmegatron.checkpoint import CheckpointError, Target
 from fmegatron.interop.dcp_directory import Directory, Place, StoredTensor, open_dcp, open_file
 from fmegatron.interop.torch_blob import Blob, open_tensor, read_object
-from fmegatron.layout import Box, check_cover, row_major_strides
+from fmegatron.layout import Box, boxes, check_cover
+from fmegatron.tree import structure
 
 _BLOCK_BYTES = 16 << 20  # read, verified and copied at a time, by each of a few threads
 _THREADS = 4
@@ -40,7 +40,7 @@ def object_of(directory: Directory, name: str, lenient: bool = False) -> Any:
     """As `read_dcp_object`, of an open directory. lenient: what is not plain stays inert in its place."""
     found = directory.objects.get(name)
     if found is None:
-        near = tree.did_you_mean(name, list(directory.objects))
+        near = structure.did_you_mean(name, list(directory.objects))
         raise ValueError(
             f"{name}: got no such object in {directory.root}{near}, wanted one of those that dcp_objects lists"
         )
@@ -90,7 +90,7 @@ def _read_shard(
             if verify and blob.is_plain:
                 crc = zlib.crc32(data.data, crc)
             for target in targets:
-                part = Box(start, shape, 0, row_major_strides(shape)).intersect(target.box.start, target.box.stop)
+                part = Box(start, shape, 0, boxes.row_major_strides(shape)).intersect(target.box.start, target.box.stop)
                 if part is not None:
                     inside = tuple(
                         slice(a - s, a - s + n) for a, s, n in zip(part.start, start, part.shape, strict=True)
@@ -130,7 +130,7 @@ def _blocks(
             inner = box.shape[dim + 1 :]
             shape = (*(1,) * dim, count, *inner) if box.shape else ()
             start = tuple(a + i for a, i in zip(box.start, (*outer, at, *(0,) * len(inner)), strict=False))
-            part = Box(start, shape, 0, row_major_strides(shape))
+            part = Box(start, shape, 0, boxes.row_major_strides(shape))
             if verify or any(part.intersect(t.box.start, t.box.stop) is not None for t in targets):
                 offset = (number * (box.shape[dim] if box.shape else 1) + at) * row * width
                 data = _pread(fd, scratch[: count * row * width], blob.start + offset, where)

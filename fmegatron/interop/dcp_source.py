@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
-from fmegatron.files.look import check_damage, is_there, open_safely, read_part
+from fmegatron.files import disk
 from fmegatron.interop.dcp_directory import COMMON, METADATA, Directory, Place, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
 from fmegatron.layout import Box
@@ -104,12 +104,12 @@ def newest_step(path: str | os.PathLike) -> str:
     """The directory of the newest step of a run of Megatron, as its tracker file names it; other paths as they are."""
     root = os.path.realpath(os.fspath(path))
     where = os.path.join(root, RUN)
-    if is_there(os.path.join(root, METADATA)) or not is_there(where):
+    if disk.is_there(os.path.join(root, METADATA)) or not disk.is_there(where):
         return root
     try:
-        text = read_part(lambda: open_safely(where), 0, 64).decode(errors="replace").strip()
+        text = disk.read_part(lambda: disk.open_safely(where), 0, 64).decode(errors="replace").strip()
     except OSError as error:
-        check_damage(error, where)
+        disk.check_damage(error, where)
         raise CheckpointError(f"{where}: cannot be read ({error.strerror}); name one of the run's steps") from None
     if text != "release" and not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise CheckpointError(f"{where}: got {text!r:.40}, wanted an iteration or 'release'; name one of its steps")

@@ -30,15 +30,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from fmegatron import tree
 from fmegatron.checkpoint.dicts import values as values_of
-from fmegatron.checkpoint.writing.saving import check_request
+from fmegatron.checkpoint.writing import saving
 from fmegatron.collectives import World
-from fmegatron.files.look import is_directory, is_there, names_in
+from fmegatron.files import disk
 from fmegatron.layout import Box, Layout, Mesh
+from fmegatron.tree import structure
 
 
 def save_dcp(
     path: str | os.PathLike,
-    state: tree.Tree,
+    state: structure.Tree,
     world: World | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> None:
@@ -68,8 +69,8 @@ def save_dcp(
         layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, Mesh()), state)
     else:
         layouts = tree.layouts(state)
-    tensors, _ = check_request(state, layouts, ranks, {})
-    paths, leaves, _ = tree.flatten(layouts)
+    tensors, _ = saving.check_request(state, layouts, ranks, {})
+    paths, leaves, _ = structure.flatten(layouts)
     by_path = dict(zip(paths, tensors, strict=True))
     shards = [
         Shard(name, layout, box)
@@ -95,7 +96,7 @@ class Shard:
 def write_dcp(path: str | os.PathLike, planner: SavePlanner, alone: bool) -> None:
     """Let torch write what a planner has, to a new directory."""
     path = os.fspath(path)
-    if names_in(path) or (is_there(path) and not is_directory(path)):
+    if disk.names_in(path) or (disk.is_there(path) and not disk.is_directory(path)):
         raise ValueError(f"{path}: got a path that exists, wanted a new one, for torch would overwrite it in place")
     try:
         with warnings.catch_warnings():

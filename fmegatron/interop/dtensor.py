@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from fmegatron.collectives import World
 from fmegatron.interop.torch_private import local_of, split_dim, strided_factor, strided_shard
-from fmegatron.layout import Layout, Mesh, Split, chunk
+from fmegatron.layout import Layout, Mesh, Split, split
 
 _REST = "rest"  # the axis of the ranks that a submesh leaves out
 
@@ -221,8 +221,8 @@ def _cut(pieces: list[tuple[int, int]], factor: int, count: int, index: int) -> 
     """What one placement keeps of the indices `pieces`: piece `index` of `count` of each of `factor` pieces."""
     total, kept = sum(n for _, n in pieces), []
     for f in range(factor):
-        start, length = chunk(total, factor, f)
-        inner, n = chunk(length, count, index)
+        start, length = split.chunk(total, factor, f)
+        inner, n = split.chunk(length, count, index)
         lo, hi, at = start + inner, start + inner + n, 0
         for a, length in pieces:
             low, high = max(lo, at), min(hi, at + length)

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import CheckpointError, Foreign, Rule, Source, open_snapshot
+from fmegatron.checkpoint import CheckpointError, Foreign, Source, open_snapshot
 from fmegatron.checkpoint.calls.ranks import together
+from fmegatron.checkpoint.reading import mapping
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.collectives import World
-from fmegatron.files.look import is_there
-from fmegatron.files.whole import sync_directory, take_name
+from fmegatron.files import disk, whole
 from fmegatron.interop.safetensors_export import Exported, copy_others, export_safetensors
 from fmegatron.interop.safetensors_files import FILE_BYTES, INDEX
 from fmegatron.interop.safetensors_headers import headers
@@ -37,9 +37,9 @@ from fmegatron.interop.safetensors_write import write_state
 from fmegatron.interop.sources import source
 from fmegatron.layout import Layout
 from fmegatron.model import Decoder
-from fmegatron.model.families import Family, family_of
-from fmegatron.model.families.pieces import VOCABULARY, Piece, pieces
-from fmegatron.tree import Tree
+from fmegatron.model.families import registry, token_pieces
+from fmegatron.model.families.family import Family
+from fmegatron.tree import structure
 
 _Views = dict[str, views_of.View]
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
@@ -48,7 +48,7 @@ _LONGEST, _COMPARED, _ALIKE = 300, 64, 0.75  # characters of a name, names that 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _FromNames(Rule):
+class _FromNames(mapping.Rule):
     """A rule that errors name by the folder, since its table of names would bury them."""
 
     text: str
@@ -57,7 +57,7 @@ class _FromNames(Rule):
         return self.text
 
 
-def from_names(decoder: Decoder, family: Family, folder: str | os.PathLike | None = None) -> Rule:
+def from_names(decoder: Decoder, family: Family, folder: str | os.PathLike | None = None) -> mapping.Rule:
     """The rule of a restore from Hugging Face's names to ours; the vocabulary is padded with zeros to our size.
 
     folder: what is restored, for messages. A tensor that is missing or has another shape than the model's is an error.
@@ -65,24 +65,24 @@ def from_names(decoder: Decoder, family: Family, folder: str | os.PathLike | Non
     behind = "(?:" + "|".join(str(decoder.layers + n) for n in range(_FURTHEST)) + ")"
     unused = tuple(pattern.replace("{behind}", behind) for pattern in family.unused)
     text = f"names of {family.name}" if folder is None else os.fspath(folder)
-    return _FromNames(_from_names, (tuple(pieces(decoder, family)), unused, decoder.tied), text)
+    return _FromNames(_from_names, (tuple(token_pieces.pieces(decoder, family)), unused, decoder.tied), text)
 
 
-def to_names(decoder: Decoder, family: Family) -> Rule:
+def to_names(decoder: Decoder, family: Family) -> mapping.Rule:
     """The inverse: of a restore of one of our checkpoints under Hugging Face's names."""
-    return Rule(_to_names, (tuple(_written(decoder, family)), decoder.vocab_size))
+    return mapping.Rule(_to_names, (tuple(_written(decoder, family)), decoder.vocab_size))
 
 
-def _written(decoder: Decoder, family: Family) -> list[Piece]:
+def _written(decoder: Decoder, family: Family) -> list[token_pieces.Piece]:
     """`pieces`, and what is stored again under other names."""
-    found = pieces(decoder, family)
+    found = token_pieces.pieces(decoder, family)
     whole = {one.path: one for one in found}
     depths = decoder.stacks["mtp"].depths if decoder.mtp is not None else ()
     again = [(name.format(i=depth), path) for depth in depths for name, path in family.repeated.items()]
     return [*found, *(whole[path]._replace(stored=name) for name, path in again if path in whole)]
 
 
-def _from_names(views: _Views, wanted: Sequence[Piece], unused: Sequence[str], tied: bool) -> _Views:
+def _from_names(views: _Views, wanted: Sequence[token_pieces.Piece], unused: Sequence[str], tied: bool) -> _Views:
     out: _Views = {}
     names = {one.stored for one in wanted}
     ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
@@ -107,18 +107,18 @@ def _from_names(views: _Views, wanted: Sequence[Piece], unused: Sequence[str], t
     for path, layers in tree_of.items():
         out[path] = _joined([_joined([_columns(cols) for cols in e.values()], None in e) for e in layers.values()],
                             None in layers)  # fmt: skip
-    for path, dim in VOCABULARY.items():
+    for path, dim in token_pieces.VOCABULARY.items():
         if path in out:
             out[path] = replace(out[path], fits=((dim, "pad"),))
     return {**out, **left}
 
 
-def _check_shape(one: Piece, got: tuple[int, ...]) -> None:
+def _check_shape(one: token_pieces.Piece, got: tuple[int, ...]) -> None:
     """Raises ValueError, naming the tensor, where a stored shape is not the model's."""
     if got == one.shape:
         return
     where = f"tensor {one.stored}"
-    if one.path in VOCABULARY and len(got) == len(one.shape) and got[1:] == one.shape[1:]:
+    if one.path in token_pieces.VOCABULARY and len(got) == len(one.shape) and got[1:] == one.shape[1:]:
         raise ValueError(
             f"{where}: got {got[0]} rows, wanted vocab_size={one.shape[0]} of them; if the tensor is right, set "
             f"vocab_size={got[0]} in config.json (rows are padded to the model's size by themselves)"
@@ -162,7 +162,7 @@ def _joined(views: list[views_of.View], alone: bool) -> views_of.View:
     return views[0] if alone else views_of.joined([views_of.inserted(view, 0) for view in views], 0)
 
 
-def _to_names(views: _Views, wanted: Sequence[Piece], vocab_size: int) -> _Views:
+def _to_names(views: _Views, wanted: Sequence[token_pieces.Piece], vocab_size: int) -> _Views:
     found: dict[str, dict[int, views_of.View]] = {}
     forms = {one.stored: one.form for one in wanted}
     for one in wanted:
@@ -172,8 +172,8 @@ def _to_names(views: _Views, wanted: Sequence[Piece], vocab_size: int) -> _Views
                 view = views_of.removed(views_of.cut(view, 0, index, index + 1), 0)
         if one.columns is not None:
             view = views_of.cut(view, len(view.shape) - 1, *one.columns)
-        if one.path in VOCABULARY:
-            view = views_of.cut(view, VOCABULARY[one.path], 0, vocab_size)
+        if one.path in token_pieces.VOCABULARY:
+            view = views_of.cut(view, token_pieces.VOCABULARY[one.path], 0, vocab_size)
         found.setdefault(one.stored, {})[0 if one.of is None else one.of[0]] = view
     out: _Views = {}
     for name, beside in found.items():
@@ -210,12 +210,12 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
     then the model has none either.
     """
     config = config_of(folder)
-    family = family or family_of(config)
+    family = family or registry.family_of(config)
     found = family.decoder(config, **changes)
     if found.mtp is None:
         return found
-    stored = {one.stored for one in pieces(found, family) if one.path.startswith("mtp/")}
-    if is_there(os.path.join(folder, "model.safetensors")) or is_there(os.path.join(folder, INDEX)):
+    stored = {one.stored for one in token_pieces.pieces(found, family) if one.path.startswith("mtp/")}
+    if disk.is_there(os.path.join(folder, "model.safetensors")) or disk.is_there(os.path.join(folder, INDEX)):
         if not stored & set(headers(folder).places):
             warnings.warn(
                 f"{os.fspath(folder)}: got no weights of multi-token prediction, wanted those of "
@@ -229,14 +229,14 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
 def load(
     folder: str | os.PathLike,
     decoder: Decoder,
-    layouts: Tree,
+    layouts: structure.Tree,
     *,
     world: World | None = None,
     rank: int | None = None,
     read: str = "own",
     device: str | torch.device | None = None,
     family: Family | None = None,
-) -> Tree:
+) -> structure.Tree:
     """This rank's shards of a folder's weights, in the dtypes of the layouts; it reads only what is in them.
 
     Args:
@@ -253,7 +253,7 @@ def load(
         CheckpointError: files that are missing or not complete.
         ValueError: names, shapes or dtypes that do not fit, and quantized weights, each named.
     """
-    family = family or family_of(config_of(folder))
+    family = family or registry.family_of(config_of(folder))
     rule, found = from_names(decoder, family, folder), source(folder)
     options = {"world": world, "rank": rank, "read": read, "device": device}
     if isinstance(found, Foreign):  # looked at when it is opened, which is an error of all ranks
@@ -285,9 +285,9 @@ def _not_quantized(found: Foreign, wanted: Mapping[str, torch.dtype]) -> Source:
 
 def save(
     folder: str | os.PathLike,
-    params: Tree,
+    params: structure.Tree,
     decoder: Decoder,
-    layouts: Tree,
+    layouts: structure.Tree,
     world: World | None = None,
     *,
     like: str | os.PathLike,
@@ -311,13 +311,17 @@ def save(
 
     Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
     """
-    path, family, ranks = os.path.abspath(folder), family or family_of(config_of(like)), world or World.alone("cpu")
+    path, family, ranks = (
+        os.path.abspath(folder),
+        family or registry.family_of(config_of(like)),
+        world or World.alone("cpu"),
+    )
     draft, rule = path + ".draft", to_names(decoder, family)
     tensors, wanted = (dict(zip(tree.paths(t), tree.leaves(t), strict=True)) for t in (params, layouts))
     order = list(dict.fromkeys(one.stored for one in _written(decoder, family)))
 
     def begin() -> None:
-        if is_there(path):
+        if disk.is_there(path):
             raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
         tree.check(params, layouts, ranks.rank)
         if ranks.rank == 0:
@@ -327,8 +331,8 @@ def save(
     def finish() -> None:
         if ranks.rank == 0:
             copy_others(like, draft, {layout.dtype for layout in wanted.values()})
-            sync_directory(draft)
-            take_name(draft, path)
+            whole.sync_directory(draft)
+            whole.take_name(draft, path)
 
     try:
         together(ranks, f"writing {path}", begin)
@@ -362,7 +366,7 @@ def export(
 
     Raises as `checkpoint export`; ValueError for a checkpoint of another model.
     """
-    family, of = family or family_of(config_of(like)), decoder(like, family)
+    family, of = family or registry.family_of(config_of(like)), decoder(like, family)
     with open_snapshot(checkpoint) as opened:
         if prefix is None:
             prefix = "params" if any(path.startswith("params/") for path in opened.leaves) else ""

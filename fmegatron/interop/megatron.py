@@ -19,14 +19,15 @@ from typing import Any
 import torch
 
 from fmegatron import checkpoint, nn, tree
-from fmegatron.checkpoint import CheckpointError, Rule, Source, copy, drop, fuse, pad, rename, split, stack, transpose
+from fmegatron.checkpoint import CheckpointError, Source, copy, drop, fuse, pad, rename, split, stack, transpose
+from fmegatron.checkpoint.reading import mapping
 from fmegatron.collectives import World
 from fmegatron.interop.dcp_directory import COMMON, open_dcp
 from fmegatron.interop.dcp_read import object_of
 from fmegatron.interop.dcp_source import newest_step, open_source
-from fmegatron.model import Attention, Decoder, MoE, RMSNorm, arrays, llama
+from fmegatron.model import Attention, Decoder, MoE, RMSNorm, array_specs, llama
 from fmegatron.step import State
-from fmegatron.tree import Tree
+from fmegatron.tree import structure
 
 _LAYERS = r"decoder\.layers\."
 _NAMES = MappingProxyType(
@@ -141,7 +142,7 @@ def _number(args: Mapping[str, Any], key: str, where: str) -> float:
     return float(value)
 
 
-def rules(decoder: Decoder, *, params: str = "", optimizer: bool = False) -> list[Rule]:
+def rules(decoder: Decoder, *, params: str = "", optimizer: bool = False) -> list[mapping.Rule]:
     """The rules of a restore from Megatron's names to ours.
 
     params: where the parameters go, e.g. "params/".  optimizer: masters and moments too, to "opt/master" and
@@ -149,7 +150,7 @@ def rules(decoder: Decoder, *, params: str = "", optimizer: bool = False) -> lis
 
     Raises ValueError for a model of other blocks than Megatron's GPT.
     """
-    ours = tree.paths(arrays(decoder))
+    ours = tree.paths(array_specs.arrays(decoder))
     attention = [part.mixer for block in decoder.blocks for part in block if part.name == "attention"]
     one = attention[0] if attention else None
     known = {f"blocks/{path}" for path in (*_NAMES.values(), "attention/wqkv", "attention/bias_qkv")}
@@ -188,14 +189,14 @@ def rules(decoder: Decoder, *, params: str = "", optimizer: bool = False) -> lis
 def load(
     path: str | os.PathLike,
     decoder: Decoder,
-    layouts: Tree,
+    layouts: structure.Tree,
     *,
     world: World | None = None,
     rank: int | None = None,
     read: str = "own",
     cast: bool = True,
     device: str | torch.device | None = None,
-) -> Tree:
+) -> structure.Tree:
     """This rank's shards of the parameters; only the stored shards that overlap them are read.
 
     Args:

@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import torch
 
-from fmegatron.checkpoint import Rule, Source
-from fmegatron.checkpoint.files.commit import checkpoint_around
+from fmegatron.checkpoint import Source
+from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.reading import mapping
 from fmegatron.checkpoint.tools import streamed
-from fmegatron.files.look import is_file, is_there, names_in
-from fmegatron.files.whole import sync_directory, take_name
+from fmegatron.files import disk, whole
 from fmegatron.interop.safetensors_files import DTYPES, ENDING, FILE_BYTES, Entry, grouped, write
 
 _PORTION_BYTES = 64 << 20
@@ -43,7 +43,7 @@ def export_safetensors(
     cast: torch.dtype | None = None,
     shard: int = FILE_BYTES,
     most: int = _PORTION_BYTES,
-    rules: Sequence[Rule] = (),
+    rules: Sequence[mapping.Rule] = (),
     prefix: str = "",
     like: str | os.PathLike | None = None,
 ) -> Exported:
@@ -71,11 +71,11 @@ def export_safetensors(
     Then nothing is left.
     """
     path = os.path.abspath(path)
-    if is_there(path):
+    if disk.is_there(path):
         raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another name, or remove it")
     if path.endswith(_OTHERS):
         raise ValueError(f"{path}: got another format by its name, wanted a name with {ENDING}, or of a directory")
-    if (around := checkpoint_around(path)) is not None:
+    if (around := commit.checkpoint_around(path)) is not None:
         raise ValueError(f"{path}: got a path inside the checkpoint {around}, wanted one outside; choose one beside it")
     single = path.endswith(ENDING)
     if single and like is not None:
@@ -99,8 +99,8 @@ def export_safetensors(
         names = write(draft, groups, contents, metadata, index=not single)
         if like is not None:
             copy_others(like, draft, {entry.dtype for entry in entries.values()})
-        sync_directory(draft)
-        take_name(os.path.join(draft, names[0]) if single else draft, path)
+        whole.sync_directory(draft)
+        whole.take_name(os.path.join(draft, names[0]) if single else draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     files = (path,) if single else tuple(os.path.join(path, file) for file in names)
@@ -113,11 +113,11 @@ def copy_others(like: str | os.PathLike, folder: str, dtypes: Collection[torch.d
     dtypes: of the weights that are written: where the floating ones are one, config.json states it, as transformers
     loads weights in the dtype that it finds there.
     """
-    for name in names_in(os.fspath(like)):
-        if is_file(at := os.path.join(like, name)) and not name.endswith(_WEIGHTS):
+    for name in disk.names_in(os.fspath(like)):
+        if disk.is_file(at := os.path.join(like, name)) and not name.endswith(_WEIGHTS):
             shutil.copy(at, os.path.join(folder, name))
     floating = {_text(dtype) for dtype in dtypes if dtype.is_floating_point}
-    if len(floating) == 1 and is_file(path := os.path.join(folder, "config.json")):
+    if len(floating) == 1 and disk.is_file(path := os.path.join(folder, "config.json")):
         _state_dtype(path, floating.pop())
 
 

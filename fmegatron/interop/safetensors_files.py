@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from fmegatron.files.whole import sync_file
+from fmegatron.files import whole
 
 T = TypeVar("T")
 DTYPES = MappingProxyType(
@@ -132,4 +132,4 @@ def put(path: str, data: Iterable[Any]) -> None:
     """Write a new file of these buffers, on the disk when it returns."""
     with open(path, "xb") as out:
         out.writelines(data)
-        sync_file(out)
+        whole.sync_file(out)

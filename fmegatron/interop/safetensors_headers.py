@@ -13,8 +13,7 @@ import torch
 import xxhash
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.files.look import check_damage, is_directory, is_there, look
-from fmegatron.files.strict_json import parse_json
+from fmegatron.files import disk, strict_json
 from fmegatron.interop.safetensors_files import DTYPES, ENDING, INDEX
 
 INDEXES = (INDEX,)
@@ -50,7 +49,7 @@ def headers(path: str | os.PathLike) -> Headers:
     """The headers of a safetensors file, or of the files of a folder. Raises CheckpointError, OSError."""
     root = os.fspath(path)
     where, owners = {root: root}, None
-    if is_directory(root):
+    if disk.is_directory(root):
         owners = _index(root)
         names = sorted(set(owners.values())) if owners is not None else [_single(root)]
         where = {name: os.path.join(root, name) for name in names}
@@ -77,7 +76,7 @@ def headers(path: str | os.PathLike) -> Headers:
 def _single(root: str) -> str:
     """The name of the one file with the weights of a folder."""
     for name in WEIGHTS:
-        if is_there(os.path.join(root, name)):
+        if disk.is_there(os.path.join(root, name)):
             return name
     raise CheckpointError(f"{root}: got no {WEIGHTS[0]} and no {INDEX}, wanted a folder with safetensors files")
 
@@ -85,7 +84,7 @@ def _single(root: str) -> str:
 def _index(root: str) -> dict[str, str] | None:
     """Tensor -> name of its file; None without an index."""
     where = os.path.join(root, INDEX)
-    if not is_there(where):
+    if not disk.is_there(where):
         return None
     fd, size = open_regular(where)
     try:
@@ -97,7 +96,7 @@ def _index(root: str) -> dict[str, str] | None:
     for name in set(found.values()):
         if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
             raise CheckpointError(f"{where}: names the file {name!r:.80}; only names without folders are read")
-    if WEIGHTS[0] not in found.values() and is_there(os.path.join(root, WEIGHTS[0])):
+    if WEIGHTS[0] not in found.values() and disk.is_there(os.path.join(root, WEIGHTS[0])):
         warnings.warn(
             f"{root}: got {WEIGHTS[0]} and {INDEX}, which names other files; the first is read, as transformers does; "
             "remove the one that is older",
@@ -152,7 +151,7 @@ def _entry(entry: Any, where: str) -> tuple[int, int, torch.dtype, tuple[int, ..
 
 def _json(data: bytes, where: str) -> dict[str, Any]:
     try:
-        return parse_json(data)
+        return strict_json.parse_json(data)
     except ValueError as error:
         raise CheckpointError(f"{where}: not safetensors: {error!s:.200}; {_AGAIN}") from None
 
@@ -170,10 +169,10 @@ def open_regular(path: str) -> tuple[int, int]:
     No pipe is waited for. Raises CheckpointError for what is no file.
     """
     try:
-        fd = look(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        fd = disk.look(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError as error:
         if error.errno != errno.ENXIO:
-            check_damage(error, path)
+            disk.check_damage(error, path)
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_AGAIN}") from None
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -183,7 +182,7 @@ def open_regular(path: str) -> tuple[int, int]:
 
 
 def _read(fd: int, offset: int, size: int, where: str) -> bytes:
-    data = look(lambda: os.pread(fd, size, offset))
+    data = disk.look(lambda: os.pread(fd, size, offset))
     if len(data) != size:
         raise CheckpointError(f"{where}: ended at byte {offset + len(data)}; {_AGAIN}")
     return data

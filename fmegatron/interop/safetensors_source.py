@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
-from fmegatron.files.look import look
+from fmegatron.files import disk
 from fmegatron.interop.safetensors_headers import Headers, Place, headers, open_regular
-from fmegatron.layout import Box, row_major_strides
+from fmegatron.layout import Box, boxes
 
 _BLOCK_BYTES = 2 << 20  # each thread holds two of it: as stored and transposed
 _MOST_THREADS = 4
@@ -156,13 +156,13 @@ def _read_block(block: _Block, buffers: list[np.ndarray]) -> None:
     place, target = block.place, block.target
     memory = target.memory(block.start, block.shape)  # transient errors of the disk: the block is read again
     if memory is not None:
-        look(lambda: _read_runs(block, memory))
+        disk.look(lambda: _read_runs(block, memory))
         return
     nbytes = math.prod(block.shape) * place.dtype.itemsize
     if not buffers or buffers[0].nbytes < nbytes:
         buffers[:] = [np.empty(-(-nbytes // 16) * 16, np.uint8) for _ in range(2)]
     into, kind = buffers[0][:nbytes], target.bits
-    look(lambda: _read_runs(block, into))
+    disk.look(lambda: _read_runs(block, into))
     target.put(block.start, into.view(kind).reshape(block.shape), torch.from_numpy(buffers[1].view(kind)))
 
 
@@ -173,7 +173,7 @@ def _read_runs(block: _Block, into: np.ndarray) -> None:
     while dim and block.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
     outer = [range(n) for n in block.shape[: max(dim - 1, 0)]]
-    steps = [stride * width for stride in row_major_strides(shape)]
+    steps = [stride * width for stride in boxes.row_major_strides(shape)]
     size, first, view, at = (
         math.prod(block.shape[len(outer) :]) * width,
         _offset(block.place, block.start),
@@ -198,5 +198,5 @@ def _read_slowly(block: _Block, into: memoryview, offset: int) -> None:
 
 def _offset(place: Place, index: Sequence[int]) -> int:
     """The byte of the file that an element begins at."""
-    strides = row_major_strides(place.shape)
+    strides = boxes.row_major_strides(place.shape)
     return place.start + sum(i * s for i, s in zip(index, strides, strict=True)) * place.dtype.itemsize

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.checkpoint.calls.ranks import together
-from fmegatron.checkpoint.files.targets import bytes_of
+from fmegatron.checkpoint.files import targets
 from fmegatron.checkpoint.reading import view as views_of
 from fmegatron.collectives import World
 from fmegatron.interop.safetensors_files import DTYPES, INDEX, Entry, File, grouped, index_text, planned, put
-from fmegatron.layout import Box, Layout, row_major_strides
+from fmegatron.layout import Box, Layout, boxes
 
 _BLOCK_BYTES = 4 << 20
 _MOST_THREADS = 4
@@ -186,12 +186,12 @@ def _blocks(piece: _Piece) -> Iterator[_Piece]:
 def _write_block(fd: int, at: int, shape: tuple[int, ...], block: _Piece) -> None:
     """Write a block's elements as runs of the file. at: first byte of the tensor.  shape: of the tensor."""
     x, width = block.x, block.x.element_size()
-    data = bytes_of(x).data
+    data = targets.bytes_of(x).data
     dim = len(shape)  # dims from here on are written in full
     while dim and x.shape[dim - 1] == shape[dim - 1]:
         dim -= 1
     outer = [range(a, a + n) for a, n in zip(block.start, x.shape, strict=True)][: max(dim - 1, 0)]
-    size, strides, done = math.prod(x.shape[max(dim - 1, 0) :]) * width, row_major_strides(shape), 0
+    size, strides, done = math.prod(x.shape[max(dim - 1, 0) :]) * width, boxes.row_major_strides(shape), 0
     for index in itertools.product(*outer):
         first = (*index, *block.start[len(index) :])
         offset = at + sum(i * s for i, s in zip(first, strides, strict=True)) * width

@@ -12,8 +12,9 @@ import os
 from functools import partial
 from typing import TypeVar
 
-from fmegatron.checkpoint import Foreign, open_store
-from fmegatron.files.look import is_file, is_there
+from fmegatron.checkpoint import Foreign
+from fmegatron.checkpoint.files import stores
+from fmegatron.files import disk
 from fmegatron.interop.dcp_directory import METADATA
 from fmegatron.interop.dcp_source import RUN, open_source
 from fmegatron.interop.safetensors_files import ENDING
@@ -34,12 +35,12 @@ def source(path: T) -> T | Foreign:
     if not isinstance(path, str | os.PathLike) or "://" in os.fspath(path):
         return path
     root = os.path.abspath(path)
-    if root.endswith(ENDING) and is_file(root):
+    if root.endswith(ENDING) and disk.is_file(root):
         return Foreign(root, partial(SafetensorsSource, root))
-    if open_store(root).is_complete():
+    if stores.open_store(root).is_complete():
         return path
-    if is_there(os.path.join(root, METADATA)) or is_there(os.path.join(root, RUN)):
+    if disk.is_there(os.path.join(root, METADATA)) or disk.is_there(os.path.join(root, RUN)):
         return Foreign(root, partial(open_source, root))
-    if any(is_there(os.path.join(root, name)) for name in (*INDEXES, *WEIGHTS)):
+    if any(disk.is_there(os.path.join(root, name)) for name in (*INDEXES, *WEIGHTS)):
         return Foreign(root, partial(SafetensorsSource, root))
     return path

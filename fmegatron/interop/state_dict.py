@@ -23,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import Foreign, Rule, Source, open_store
+from fmegatron.checkpoint import Foreign, Source
 from fmegatron.checkpoint.calls.ranks import together
+from fmegatron.checkpoint.dicts import flat
 from fmegatron.checkpoint.dicts import values as values_of
-from fmegatron.checkpoint.dicts.flat import flatten
-from fmegatron.checkpoint.reading import filling
+from fmegatron.checkpoint.files import stores
+from fmegatron.checkpoint.reading import filling, mapping
 from fmegatron.collectives import World, connect
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
@@ -121,9 +122,9 @@ def save_state_dict(
         def prepare():
             state, _ = opened(state_dict)
             tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
-            return tree, layouts, values_of.with_state(metadata, values, flatten(state).containers)
+            return tree, layouts, values_of.with_state(metadata, values, flat.flatten(state).containers)
 
-        tree, layouts, words = together(ranks, f"saving the state dict to {open_store(path).text}", prepare)
+        tree, layouts, words = together(ranks, f"saving the state dict to {stores.open_store(path).text}", prepare)
         _check_same(ranks, words[values_of.VALUES])
         checkpoint.save(path, tree, layouts, ranks, words, step=step)
 
@@ -134,7 +135,7 @@ def load_state_dict(
     world: World | None = None,
     *,
     strict: str = "error",
-    rules: Sequence[Rule] = (),
+    rules: Sequence[mapping.Rule] = (),
     cast: bool = False,
     verify: bool = True,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:

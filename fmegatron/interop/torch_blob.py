@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.files.look import check_damage
+from fmegatron.files import disk
 from fmegatron.interop.inert import Global, Persistent, Record, UnsafePickle, describe, load
-from fmegatron.layout import row_major_strides
+from fmegatron.layout import boxes
 
 _STORAGES = (
     ("torch.FloatStorage", torch.float32),
@@ -72,7 +72,7 @@ class Blob:
     def is_plain(self) -> bool:
         """Whether the elements are the bytes, row by row."""
         whole = math.prod(self.shape) * self.dtype.itemsize == self.nbytes
-        return whole and self.offset == 0 and (self.strides == row_major_strides(self.shape) or self.nbytes == 0)
+        return whole and self.offset == 0 and (self.strides == boxes.row_major_strides(self.shape) or self.nbytes == 0)
 
 
 def dtype_from_global(name: str) -> torch.dtype | None:
@@ -123,7 +123,7 @@ class _Archive:
                 found = archive.infolist()
         except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, OSError):
-                check_damage(error, where)
+                disk.check_damage(error, where)
             raise self.error(f"is no archive of torch.save ({error!s:.100})") from None
         # All members are in one folder, whose name does not matter.
         self.members = {info.filename.partition("/")[2]: info for info in found}

@@ -11,10 +11,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fmegatron import checkpoint, tree
-from fmegatron.loop.deterministic import deterministic
+from fmegatron.loop.determinism import deterministic
 from fmegatron.loop.effects import named_metrics, require_metrics
 from fmegatron.loop.events import Events
-from fmegatron.loop.faults import Injector, Pulse, lost_peer, watched
+from fmegatron.loop.faults.hang import watched
+from fmegatron.loop.faults.inject import Injector
+from fmegatron.loop.faults.notice import lost_peer
+from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
 from fmegatron.loop.losses import BadLoss, RollBack, RunAgain
 from fmegatron.loop.meter import Meter
@@ -26,7 +29,7 @@ from fmegatron.loop.restart import Restarts, started
 from fmegatron.loop.signals import Stop, catch
 from fmegatron.loop.startup import memory, startup
 from fmegatron.loop.stragglers import Stragglers
-from fmegatron.loop.train import StepInfo, train
+from fmegatron.loop.training import StepInfo, train
 from fmegatron.loop.windows import Windows
 
 MOST_ROLL_BACKS = 10  # of one process

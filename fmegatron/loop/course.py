@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fmegatron.data import Batch, StepBatches
+from fmegatron.data.steps import Batch, StepBatches
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -10,13 +10,15 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from fmegatron import tree
-from fmegatron.layout import STANDARD_AXES, Layout, Mesh
+from fmegatron.layout import Layout, Mesh
+from fmegatron.layout.mesh import STANDARD_AXES
 from fmegatron.loop.config import UsageError
-from fmegatron.loop.faults import Injection, Patience
+from fmegatron.loop.faults.inject import Injection
+from fmegatron.loop.faults.pulse import Patience
 from fmegatron.loop.options import Options
 from fmegatron.loop.sources import mesh_text, text_of
 from fmegatron.loop.windows import Window, windows
+from fmegatron.tree import structure
 
 # A group, its field that switches it on, the value that does not, and a value that would.
 _SWITCHED = (
@@ -101,7 +103,7 @@ def require_metrics(options: Options, names: Collection[str]) -> None:
     """UsageError for an option that names a metric which is none of the step's and of the evaluations'."""
     for option, metric in named_metrics(options):
         if metric not in names:
-            near = tree.did_you_mean(metric, sorted(names))
+            near = structure.did_you_mean(metric, sorted(names))
             wanted = f"a metric of the step or an evaluation: {', '.join(names) or '(there are none)'}{near}"
             _refuse(option, metric, wanted, "give one of them, or leave it out")
 
@@ -111,7 +113,7 @@ def require_axes(mesh: Mesh, layouts: Sequence[Layout]) -> None:
     used = {axis for layout in layouts for axis in layout.sharded}
     for axis in mesh.names:
         if mesh[axis] > 1 and axis not in used and axis not in STANDARD_AXES:
-            near = tree.did_you_mean(axis, [*STANDARD_AXES])
+            near = structure.did_you_mean(axis, [*STANDARD_AXES])
             raise UsageError(
                 f"--mesh={mesh_text(mesh)}: got the axis {axis!r}{near}, over which no array of the state or the batch "
                 f"is cut, wanted one of {', '.join(STANDARD_AXES)}, or one that a layout names: its ranks would all do "

@@ -23,7 +23,7 @@ from typing import Any
 
 from fmegatron import data, model, step, tree
 from fmegatron.collectives import World, connect
-from fmegatron.layout import STANDARD_AXES, Mesh
+from fmegatron.layout import Mesh, mesh
 from fmegatron.loop.config import Config, UsageError
 from fmegatron.loop.effects import require_axes
 from fmegatron.loop.fits import planned_bytes
@@ -33,8 +33,9 @@ from fmegatron.loop.reading import own_rows
 from fmegatron.loop.resume import Settings
 from fmegatron.loop.run import Run
 from fmegatron.loop.sources import mesh_text
-from fmegatron.loop.train import evaluate as evaluated
-from fmegatron.step.description import require_description
+from fmegatron.loop.training import evaluate as evaluated
+from fmegatron.step import description
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Experiment:
     describe: Callable[[Config], step.Description]
     data: Callable[[Config], data.Source]
     evaluate: Callable[[Config], Mapping[str, data.EvaluationBatches]] | None = None
-    init: Callable[[Config, step.Description, World], tree.Tree] | None = None
+    init: Callable[[Config, step.Description, World], structure.Tree] | None = None
     finish: Callable[[Config, Run], Any] | None = None
     tokenizer: Callable[[Config], data.Tokenizer] | None = None
     policies: Policies = Policies()
@@ -81,7 +82,7 @@ class Experiment:
         config = self.Config() if config is None else config
         options = config.run
         with set_up():
-            described = require_description(self._described(config), "Experiment")
+            described = description.require_description(self._described(config), "Experiment")
             require_axes(config.mesh, tree.leaves(tree.layouts((described.state, described.batch))))
             world = _connected(config.mesh) if world is None else world
             source = self.data(config)
@@ -109,13 +110,13 @@ class Experiment:
         try:
             return self.describe(config)
         except ValueError as error:
-            odd = [name for name in config.mesh.names if name not in STANDARD_AXES and repr(name) in str(error)]
+            odd = [name for name in config.mesh.names if name not in mesh.STANDARD_AXES and repr(name) in str(error)]
             if not odd:
                 raise
             raise UsageError(f"--mesh={mesh_text(config.mesh)}: {error}") from error
 
     def _on_mesh(self, config: Config, mesh: Mesh) -> step.Description:
-        return require_description(self.describe(dataclasses.replace(config, mesh=mesh)), "Experiment")
+        return description.require_description(self.describe(dataclasses.replace(config, mesh=mesh)), "Experiment")
 
     def __call__(self, config: Config = None, world: World | None = None) -> Run:
         """Train, or go on; evaluate; finish. The run, whose `state` and `metrics` are the last ones."""

@@ -17,11 +17,12 @@ import torch
 
 from fmegatron import plan, tree
 from fmegatron.collectives import World
-from fmegatron.files.look import look
+from fmegatron.files import disk
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop.config import UsageError
 from fmegatron.loop.options import Memory
 from fmegatron.loop.sources import mesh_text
+from fmegatron.plan import from_trace
 from fmegatron.step import Description, State
 
 NEAR = 0.5  # of the limit: from here on formulas are not trusted
@@ -56,9 +57,11 @@ def planned_bytes(
     mesh = described_mesh(described)
     fix = "give that of this step" if options.planned_bytes else _another(describe, mesh, limit)
     where = f"on each rank of {mesh}" if mesh.size > 1 else "on one rank"
-    largest = "; ".join(f"{plan.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3])
+    largest = "; ".join(
+        f"{from_trace.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3]
+    )
     raise UsageError(
-        f"memory: got a step that takes {plan.in_mib(peak)} {where} ({how}), wanted at most {plan.in_mib(limit)}, {of}."
+        f"memory: got a step that takes {from_trace.in_mib(peak)} {where} ({how}), wanted at most {from_trace.in_mib(limit)}, {of}."
         f" The largest parts: {largest}; {fix}, or --run.memory.plan=off"
     )
 
@@ -80,12 +83,14 @@ def _limit(options: Memory, world: World) -> tuple[float, str]:
     held = resident_bytes()
     what = "of the container (cgroup)" if limit < whole else "of the machine"
     each = f", which {ranks} ranks share" if ranks > 1 else ""
-    return max(0, limit / ranks - held), f"the {plan.in_mib(limit)} {what}{each} without what a process holds already"
+    return max(
+        0, limit / ranks - held
+    ), f"the {from_trace.in_mib(limit)} {what}{each} without what a process holds already"
 
 
 def resident_bytes() -> int:
     """What this process holds in memory now."""
-    text = look(Path("/proc/self/statm").read_text, "0 0")
+    text = disk.look(Path("/proc/self/statm").read_text, "0 0")
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -95,7 +100,7 @@ def container_bytes(root: str | Path = _CGROUPS, groups: str | Path = _OWN_GROUP
 
 
 def _limits(root: Path, groups: Path) -> Iterator[int]:
-    for line in look(groups.read_text, "").splitlines():
+    for line in disk.look(groups.read_text, "").splitlines():
         _, controllers, inside = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -104,7 +109,7 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
         for one in (folder, *folder.parents):  # a group is limited by those that it is in
             if not one.is_relative_to(top):
                 break
-            text = look((one / name).read_text, "max").strip()
+            text = disk.look((one / name).read_text, "max").strip()
             if text.isdigit():
                 yield int(text)
 

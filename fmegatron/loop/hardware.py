@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fmegatron.step import matmul_seconds
+from fmegatron.step import clock
 
 # Dense bf16 FLOP/s that the makers state, by the name that the driver gives; the first match counts.
 TABLE = (
@@ -68,7 +68,7 @@ def of_table(name: str) -> float | None:
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Peak:
     """FLOP/s of the best of some products of two square matrices. size: default 1024 on a CPU, else 8192."""
     n = size or (1024 if device.type == "cpu" else 8192)
-    seconds = min(matmul_seconds(device, dtype, n))
+    seconds = min(clock.matmul_seconds(device, dtype, n))
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return Peak(
         2 * n**3 / seconds, f"product of {n} x {n} in {str(dtype).removeprefix('torch.')} on {where} (measured)"

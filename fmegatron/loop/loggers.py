@@ -17,10 +17,10 @@ from typing import IO, Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fmegatron.files.whole import write_whole
+from fmegatron.files import whole
 from fmegatron.loop.meter import QUIET
 from fmegatron.loop.metrics import COUNT
-from fmegatron.loop.train import StepInfo
+from fmegatron.loop.training import StepInfo
 
 
 class Loggers:
@@ -112,7 +112,7 @@ class JsonLines:
         except FileNotFoundError:  # and no other error, or the record of a run would be lost to a disk that hiccups
             old = []
         kept = [record for record in old if record["step"] <= self.after]
-        write_whole(self.path, "".join(_line(record) + "\n" for record in kept).encode())
+        whole.write_whole(self.path, "".join(_line(record) + "\n" for record in kept).encode())
         self._run = 1 + max((record.get("run", 0) for record in kept), default=-1)
         return self.path.open("a")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fmegatron.loop.hardware import Peak, energy_reader, memory_reader, peak_of
-from fmegatron.loop.train import StepInfo
+from fmegatron.loop.training import StepInfo
 
 SECTIONS = ("data", "log", "save", "evaluation", "caller")  # and "step", which `train` measures
 # What the records hold of it beside `mfu`; the table on a terminal leaves it out.

@@ -8,6 +8,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.loop.losses import RollBack, RunAgain
+from fmegatron.tree import structure
 
 WATCHED = ("loss", "grad_norm")
 _SHOWN = 6  # leaves that an error lists
@@ -37,7 +38,7 @@ def broken(metrics: Mapping[str, float]) -> dict[str, float]:
     return found | ({"overflow": metrics["overflow"]} if found and metrics.get("overflow") else {})
 
 
-def look(state: tree.Tree, world=None) -> list[tuple[str, int]]:
+def look(state: structure.Tree, world=None) -> list[tuple[str, int]]:
     """(path, first rank) of the leaves of a state that hold a number that is not finite, in the order of the tree.
 
     Leaves of one number are left out where there are larger ones: a state may note a loss or a norm as it was
@@ -60,7 +61,7 @@ def look(state: tree.Tree, world=None) -> list[tuple[str, int]]:
 
 
 def judge(
-    state: tree.Tree,
+    state: structure.Tree,
     step: int,
     shown: Mapping[str, float],
     finite_at: int | None,

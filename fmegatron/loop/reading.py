@@ -10,14 +10,12 @@ from typing import Any
 
 from fmegatron import tree
 from fmegatron.collectives import World
-from fmegatron.data import EvaluationBatches, RankBatches, Source, StepBatches
-from fmegatron.data.contract import Placed, require_source, source_file, source_name
-from fmegatron.data.steps import TokenBatches
+from fmegatron.data import EvaluationBatches, Source, contract, steps
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.loop.course import Course, Ranges, check_sizes, course, joined
 from fmegatron.loop.remembered import Remembered, States
 from fmegatron.step import Description
-from fmegatron.tree.spec import strategy_of
+from fmegatron.tree import spec, structure
 
 READS = "Raised by the data source"  # the beginning of a note on an error of it
 
@@ -32,7 +30,7 @@ class Reading:
     """
 
     source: Source
-    of: Description | tree.Tree
+    of: Description | structure.Tree
     world: World
     rank: int
     batch_sizes: tuple[tuple[int, int], ...] = ()
@@ -40,9 +38,9 @@ class Reading:
     states: States | None = None
 
     @property
-    def data(self) -> StepBatches | None:
+    def data(self) -> steps.StepBatches | None:
         """The source, where its samples are counted."""
-        return self.source if isinstance(self.source, StepBatches) else None
+        return self.source if isinstance(self.source, steps.StepBatches) else None
 
     def describe(self) -> dict[str, Any] | None:
         """What a checkpoint states of the data; None for data that do not describe themselves."""
@@ -80,14 +78,14 @@ class Reading:
             way = course(self.data, samples, step, self.batch_sizes, ranges)
             parts = tuple((first, own_part(of, self.of, self.rank)) for first, of in way.pieces)
             part = parts[0][1] if len(parts) == 1 else _Pieces(way, dict(parts))
-            return Begun(Placed(part, self.world.device), way, ranges, step)
+            return Begun(contract.Placed(part, self.world.device), way, ranges, step)
         remembered = None
         if self.states is not None:
             remembered = self.states.begin(step, saved, self.rank, self.world.size, self._rows)
         given = self.source if remembered is None else remembered
-        part = own_part(given, self.of, self.rank, source_name(self.source))
+        part = own_part(given, self.of, self.rank, contract.source_name(self.source))
         part = _Told(_Moved(part, ranges) if ranges else part, self.source)
-        return Begun(Placed(part, self.world.device), None, ranges, step, self.source, remembered)
+        return Begun(contract.Placed(part, self.world.device), None, ranges, step, self.source, remembered)
 
     @property
     def _rows(self) -> Ranges | None:
@@ -171,10 +169,10 @@ class _Told(Source):
         try:
             return self.source.at(position)
         except Exception as error:
-            file = source_file(self.given)
+            file = contract.source_file(self.given)
             lines = [x.lineno for x in traceback.extract_tb(error.__traceback__) if file and x.filename == file]
             if lines:
-                name = source_name(self.given)
+                name = contract.source_name(self.given)
                 error.add_note(f"{READS} {name}, position {position} ({os.path.basename(str(file))}:{lines[-1]})")
             raise
 
@@ -190,29 +188,31 @@ class _Pieces(Source):
         return self.parts[self.way.first(position)].at(position)
 
 
-def own_part(source: Source, of: Description | tree.Tree, rank: int, name: str | None = None) -> RankBatches:
+def own_part(source: Source, of: Description | structure.Tree, rank: int, name: str | None = None) -> steps.RankBatches:
     """One rank's part of a source, in host memory, by the layouts that follow from `of`. ValueError where uneven.
 
     name: of the source in messages.
     """
     strategy, described, microbatches = _how(of)
     mesh = _mesh(of)
-    if isinstance(source, TokenBatches):
+    if isinstance(source, steps.TokenBatches):
         known = [x for x in tree.leaves(described) if len(x.shape) > 1]
         if strategy is None and known:
-            return RankBatches(source, known[0].replace(shape=(source.batch_size, source.seq_len)), rank)
+            return steps.RankBatches(source, known[0].replace(shape=(source.batch_size, source.seq_len)), rank)
         whole = isinstance(source, EvaluationBatches)  # an evaluation cuts no microbatches
-        return RankBatches(source, TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches), rank)
+        return steps.RankBatches(
+            source, steps.TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches), rank
+        )
     if tree.leaves(described):
-        return RankBatches(source, described, rank, name)
+        return steps.RankBatches(source, described, rank, name)
 
     def layout_of(shape: tuple[int, ...], dtype: Any) -> Layout:
         return (strategy or DataParallel()).batch_layout(shape, dtype, mesh, microbatches)
 
-    return RankBatches(source, layout_of, rank, name)
+    return steps.RankBatches(source, layout_of, rank, name)
 
 
-def own_rows(source: Source, of: Description | tree.Tree, world: World) -> Source:
+def own_rows(source: Source, of: Description | structure.Tree, world: World) -> Source:
     """This rank's part of every batch of a source, on its device: for loops and evaluations by hand (a `Run` does it).
 
     Args:
@@ -224,33 +224,33 @@ def own_rows(source: Source, of: Description | tree.Tree, world: World) -> Sourc
     Raises ValueError for what is no source, and for batches that the ranks cannot share evenly.
     """
     _mesh(of).require_same(world.mesh, "own_rows", "the specs", "the world")
-    return Placed(own_part(require_source(source, "own_rows"), of, world.rank), world.device)
+    return contract.Placed(own_part(contract.require_source(source, "own_rows"), of, world.rank), world.device)
 
 
-def _mesh(of: Description | tree.Tree) -> Mesh:
+def _mesh(of: Description | structure.Tree) -> Mesh:
     return tree.leaves(tree.layouts(of.state if isinstance(of, Description) else of))[0].mesh
 
 
-def _how(of: Description | tree.Tree) -> tuple[DataParallel | None, tree.Tree, int]:
+def _how(of: Description | structure.Tree) -> tuple[DataParallel | None, structure.Tree, int]:
     """(strategy, layouts of the batch, microbatches)."""
     if isinstance(of, Description):
-        return strategy_of(of.state), tree.layouts(of.batch), of.microbatches
-    return strategy_of(of), {}, 1
+        return spec.strategy_of(of.state), tree.layouts(of.batch), of.microbatches
+    return spec.strategy_of(of), {}, 1
 
 
 def reading_of(
     source: Any,
-    of: Description | tree.Tree,
+    of: Description | structure.Tree,
     world: World,
     batch_sizes: Sequence[tuple[int, int]] = (),
     skip: Sequence[tuple[int, int]] = (),
 ) -> Reading:
     """What a rank reads. ValueError for batches that ranks cannot share, and for what is no source."""
     sizes, ranges = check_sizes(batch_sizes), joined(skip)
-    if isinstance(source, (RankBatches, Placed)):
+    if isinstance(source, (steps.RankBatches, contract.Placed)):
         raise ValueError("Run: batches: got the part of one rank, wanted those of all; the run gives each its own")
-    require_source(source, "Run: batches")
-    if isinstance(source, StepBatches):
+    contract.require_source(source, "Run: batches")
+    if isinstance(source, steps.StepBatches):
         for size in {source.batch_size, *(size for _, size in sizes)}:  # raises for sizes that ranks cannot share
             own_part(dataclasses.replace(source, batch_size=size), of, world.rank)  # pyright: ignore[reportArgumentType]  a dataclass
         return Reading(source, of, world, world.rank, sizes, ranges)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
 from fmegatron.collectives import World
-from fmegatron.data import Source
-from fmegatron.data.contract import Ranges
+from fmegatron.data import Source, contract
+from fmegatron.tree import structure
 
 _KEPT = 16  # newest states: more than batches are read ahead
 
@@ -28,7 +27,7 @@ class States:
         self.source, self.lock, self.newest = source, Lock(), 0
         self.first = _text(source, source.state())
 
-    def begin(self, step: int, saved: Any, rank: int, ranks: int, rows: Ranges | None) -> Remembered:
+    def begin(self, step: int, saved: Any, rank: int, ranks: int, rows: contract.Ranges | None) -> Remembered:
         """The source as it goes on behind `step` updates.
 
         saved: what `Remembered.of_all` gave for the checkpoint; None: a new run, which begins where the source was when
@@ -53,22 +52,22 @@ class Remembered(Source):
 
     def __init__(self, of: States, number: int, position: int, text: str):
         self._of, self._number, self._next, self._begin = of, number, position, (text, position)
-        self._seen: OrderedDict[int, tuple[Ranges | None, str, int]] = OrderedDict()
-        self._rows: Ranges | None = None
+        self._seen: OrderedDict[int, tuple[contract.Ranges | None, str, int]] = OrderedDict()
+        self._rows: contract.Ranges | None = None
 
-    def at(self, position: int) -> tree.Tree:
+    def at(self, position: int) -> structure.Tree:
         return self._read(position, None)
 
-    def rows(self, position: int, ranges: Ranges) -> tree.Tree | None:
+    def rows(self, position: int, ranges: contract.Ranges) -> structure.Tree | None:
         return self._read(position, ranges)
 
     def describe(self) -> dict[str, Any] | None:
         return self._of.source.describe()
 
-    def state(self) -> tree.Tree | None:
+    def state(self) -> structure.Tree | None:
         return self._of.source.state()
 
-    def _read(self, position: int, ranges: Ranges | None) -> tree.Tree | None:
+    def _read(self, position: int, ranges: contract.Ranges | None) -> structure.Tree | None:
         source = self._of.source
         with self._of.lock:
             if self._number != self._of.newest:
@@ -99,7 +98,7 @@ class Remembered(Source):
         return [json.loads(bytes(x.tolist()).rstrip(b"\0")) for x in found]
 
 
-def _own(saved: list[dict[str, Any]], rank: int, ranks: int, ranges: Ranges | None) -> dict[str, Any]:
+def _own(saved: list[dict[str, Any]], rank: int, ranks: int, ranges: contract.Ranges | None) -> dict[str, Any]:
     """What was saved of the rows of this rank. One that was read with other rows goes on elsewhere, so it is none."""
     mine = None if ranges is None else [list(x) for x in ranges]
     if len(saved) == ranks and saved[rank]["rows"] in (None, mine):

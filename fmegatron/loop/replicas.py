@@ -7,6 +7,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 _CHUNK = 1 << 22  # elements that are hashed at a time
 _INTEGERS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
@@ -20,7 +21,7 @@ class ReplicasDifferError(RuntimeError):
         self.path, self.ranks, self.step = path, ranks, step
 
 
-def hashes(state: tree.Tree) -> torch.Tensor:
+def hashes(state: structure.Tree) -> torch.Tensor:
     """int64 [leaves], in host memory: a hash of the bits of each leaf, in one transfer per device.
 
     A sum of words times odd numbers of their positions, modulo 2^64: one flipped bit always changes it.
@@ -44,7 +45,7 @@ def _hash(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def compare(state: tree.Tree, specs: tree.Tree, world, step: int) -> None:
+def compare(state: structure.Tree, specs: structure.Tree, world, step: int) -> None:
     """Raise ReplicasDifferError, on all ranks, when ranks hold other bits of what should be equal. All ranks call it.
 
     Waits for the device and for all ranks. Costs a pass over the leaves that have replicas, and one number for each

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fmegatron.loop.faults import Pulse, say
+from fmegatron.loop.faults.notice import say
+from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.losses import RunAgain
 from fmegatron.loop.replicas import hashes
 

@@ -19,7 +19,8 @@ import torch
 
 from fmegatron.collectives import World
 from fmegatron.loop.config import UsageError
-from fmegatron.loop.faults import Pulse, lost_peer, say
+from fmegatron.loop.faults.notice import lost_peer, say
+from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.losses import BadLossError
 from fmegatron.loop.nonfinite import NonFiniteError
 

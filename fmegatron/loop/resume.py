@@ -11,13 +11,14 @@ from typing import Any, Self
 
 import torch
 
-from fmegatron import checkpoint, tree
-from fmegatron.files.whole import write_whole
+from fmegatron import checkpoint
+from fmegatron.files import whole
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES, Config
 from fmegatron.loop.flags import UsageError
 from fmegatron.loop.options import FIELD, of_before, options_of
 from fmegatron.loop.plain import fields, plain
+from fmegatron.tree import structure
 
 _ABSENT = object()
 _KNOWN = ("data", "tokenizer")  # facts that are there without a word: of the batches, and of `kept`
@@ -50,7 +51,7 @@ class Begun:
     the checkpoint does not state it. metadata: of the checkpoint, empty for a new run."""
 
     step: int
-    state: tree.Tree
+    state: structure.Tree
     samples: int | None
     metadata: dict[str, Any]
 
@@ -100,7 +101,7 @@ class Settings:
         names = {*self._classes, *_names(self.config, self._nested), *self.facts, *_KNOWN}
         for name in self.allow:
             if not isinstance(name, str) or name not in names:
-                near = tree.did_you_mean(name, sorted(names)) if isinstance(name, str) else ""
+                near = structure.did_you_mean(name, sorted(names)) if isinstance(name, str) else ""
                 raise UsageError(f"allow: got {name!r}, wanted names of the Config's fields or of facts{near}")
 
     def about(self, **facts: object) -> Self:
@@ -122,7 +123,7 @@ class Settings:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"config": self.config, "facts": self.facts}, indent=2) + "\n"
-        write_whole(path, text.encode())
+        whole.write_whole(path, text.encode())
 
     def changes(self, metadata: Mapping[str, Any]) -> Changes:
         """What has changed since a checkpoint of this metadata.
@@ -160,8 +161,8 @@ class Settings:
     def begin(
         self,
         manager: checkpoint.Manager,
-        target_layouts: tree.Tree,
-        fresh: Callable[[], tree.Tree],
+        target_layouts: structure.Tree,
+        fresh: Callable[[], structure.Tree],
         *,
         local: checkpoint.LocalReplicas | None = None,
         step: int | None = None,
@@ -198,7 +199,7 @@ class Settings:
         return self._begun(step, state, metadata)
 
     @staticmethod
-    def _begun(step: int, state: tree.Tree, metadata: dict[str, Any]) -> Begun:
+    def _begun(step: int, state: structure.Tree, metadata: dict[str, Any]) -> Begun:
         samples = metadata.get("samples")
         return Begun(step, state, samples if isinstance(samples, int) else None, metadata)
 

@@ -24,16 +24,19 @@ from fmegatron.layout import Layout
 from fmegatron.loop.arguments import check_hashes, check_loggers, check_policies
 from fmegatron.loop.attempt import running
 from fmegatron.loop.effects import require_effects, require_in_length
-from fmegatron.loop.faults import Injection, Patience
+from fmegatron.loop.faults.inject import Injection
+from fmegatron.loop.faults.pulse import Patience
 from fmegatron.loop.hardware import Peak
 from fmegatron.loop.options import MOVED, Options, Policies
 from fmegatron.loop.reading import reading_of
 from fmegatron.loop.resume import Settings
 from fmegatron.loop.services import loggers_of
 from fmegatron.loop.signals import is_interactive
-from fmegatron.loop.train import StepInfo
+from fmegatron.loop.training import StepInfo
 from fmegatron.loop.windows import windows
+from fmegatron.model import counts, sample
 from fmegatron.step import Description
+from fmegatron.tree import structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +119,11 @@ class Run:
         self,
         folder: str | Path,
         step: Callable[[Any, Any], tuple[Any, dict]],
-        specs: tree.Tree | Description,
+        specs: structure.Tree | Description,
         *,
         world: World | None = None,
         settings: Settings | Any | None = None,
-        init: Callable[[], tree.Tree] | None = None,
+        init: Callable[[], structure.Tree] | None = None,
         evaluate: Callable[[Any], Mapping[str, float]] | Mapping[str, Callable] | None = None,
         options: Options | None = None,
         policies: Policies | None = None,
@@ -225,7 +228,7 @@ class Run:
             found.update({f"{name}_{key}" if name else key: value for key, value in got.items()})
         return found
 
-    def inference(self) -> model.Inference:
+    def inference(self) -> sample.Inference:
         """The decoder of the newest state, ready to write: `model.generate(run.inference(), prompts, 100)`. All ranks.
 
         Raises ValueError for a run whose step is not that of a decoder.
@@ -254,7 +257,7 @@ def _flops(described: Description | None) -> float | None:
     if described is None or described.decoder is None:
         return None
     shape = tree.leaves(tree.layouts(described.batch))[0].shape
-    return model.flops_per_token(described.decoder, shape[1])["total"]
+    return counts.flops_per_token(described.decoder, shape[1])["total"]
 
 
 def _patience(text: str, ranks: int) -> Patience | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from fmegatron import tree
+from fmegatron.tree import structure
 
 # What a flag calls a service, and the package that it needs.
 SERVICES = MappingProxyType(
@@ -32,7 +32,7 @@ def check_services(names: Sequence[str]) -> None:
     for text in names:
         name = text.partition("=")[0]
         if name not in SERVICES or sum(one.partition("=")[0] == name for one in names) > 1:
-            near = tree.did_you_mean(name, list(SERVICES))
+            near = structure.did_you_mean(name, list(SERVICES))
             raise ValueError(
                 f"Log.to: got {text!r:.60}, wanted each once of {', '.join(SERVICES)}, or NAME=PLACE{near}"
             )

@@ -13,9 +13,9 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import Config, type_name
+from fmegatron.tree import structure
 
 _WHOLE = re.compile(r"[+-]?(\d[\d_]*)(\.[\d_]*)?[eE][+-]?\d+|[+-]?\d[\d_]*\.0*")
 _MOST_BYTES = 1 << 20  # of a file with values
@@ -118,7 +118,7 @@ def _flat(values: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "")
 
 
 def _no_field(name: str, known: Mapping[str, Any]) -> str:
-    near = tree.did_you_mean(name, sorted(known))
+    near = structure.did_you_mean(name, sorted(known))
     return f"the Config does not have, wanted one of its fields{near or ': ' + ', '.join(sorted(known))}"
 
 

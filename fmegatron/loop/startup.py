@@ -8,10 +8,11 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 
 def startup(
-    params: tree.Tree,
+    params: structure.Tree,
     tokens: Layout,
     steps: int,
     start: int = 0,

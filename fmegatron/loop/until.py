@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fmegatron import tree
-from fmegatron.files.look import is_there
+from fmegatron.files import disk
 from fmegatron.loop.config import check
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Until:
         for text in self.signals:
             name, _, what = text.partition("=")
             if what not in ("save", "stop") or name not in signal.Signals.__members__:
-                near = tree.did_you_mean(name, list(signal.Signals.__members__))
+                near = structure.did_you_mean(name, list(signal.Signals.__members__))
                 raise ValueError(
                     f"Until: signals: got {text!r:.60}, wanted NAME=save or NAME=stop, such as SIGUSR1=save{near}"
                 )
@@ -52,7 +52,7 @@ class Until:
         """Why the run ends now, None when it goes on. seconds: since it began. look: for the file."""
         if seconds > 3600 * self.hours:
             return f"{seconds / 3600:.4g} hours have passed, {self.hours:g} were given"
-        if look and self.file is not None and is_there(self.file):
+        if look and self.file is not None and disk.is_there(self.file):
             return f"{self.file} is there"
         value = metrics.get(self.metric) if self.metric is not None else None
         if value is not None and self.at_most is not None and value <= self.at_most:

@@ -11,7 +11,8 @@ from fmegatron import tree
 from fmegatron.loop.losses import ACTIONS, BadLoss, BadLossError, Finding, LossWatch, RollBack, RunAgain
 from fmegatron.loop.metrics import fetch
 from fmegatron.loop.nonfinite import WATCHED, broken, judge
-from fmegatron.step import Donated
+from fmegatron.step import donation
+from fmegatron.tree import structure
 
 _NEVER = 1 << 62
 
@@ -53,7 +54,7 @@ class Verdicts:
             self._first_broken = None
         return values, (bool(shown), self._found is not None)
 
-    def judge(self, state: tree.Tree, number: int, about: int, not_finite: bool, bad: bool) -> None:
+    def judge(self, state: structure.Tree, number: int, about: int, not_finite: bool, bad: bool) -> None:
         """What follows on what some rank has seen when update `about` was done. All ranks call it.
 
         number: updates that `state` has seen.
@@ -76,7 +77,7 @@ class Verdicts:
             what = "another rank has found a bad loss" if found is None else found.text
             self._act(state, f"step {first}: {what}", ACTIONS[-worst], first, number)
 
-    def _act(self, state: tree.Tree, text: str, then: str, first: int, number: int) -> None:
+    def _act(self, state: structure.Tree, text: str, then: str, first: int, number: int) -> None:
         """The same on all ranks: the severest of what they want."""
         if then == "roll back":
             raise RollBack(f"{text}: wants a checkpoint; `Run` goes back, a loop by hand does it itself", first, first)
@@ -95,10 +96,10 @@ class Verdicts:
         return step if self.world is None else int(self.world.minimum(torch.tensor([step])))
 
     # ---- skip: judged at once
-    def skip(self, number: int, before: tree.Tree, after: tree.Tree, metrics: Any) -> tree.Tree:
+    def skip(self, number: int, before: structure.Tree, after: structure.Tree, metrics: Any) -> structure.Tree:
         """The state to go on with: `before` when the losses of this update are bad on any rank, else `after`."""
         for path, x in zip(tree.paths(before), tree.leaves(before), strict=True):
-            if isinstance(x, Donated):
+            if isinstance(x, donation.Donated):
                 raise ValueError(
                     f"train: skip: got a step that donates {path!r}, wanted one that leaves the state before as it is; "
                     "jit(..., donate=()), or skip within the step, which costs nothing: optim.skip_nonfinite"

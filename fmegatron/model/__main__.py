@@ -15,7 +15,7 @@ from typing import TextIO
 
 from fmegatron import step
 from fmegatron.collectives import Axes
-from fmegatron.data.chat import located
+from fmegatron.data import chat
 from fmegatron.data.template import ChatTemplate, load_template
 from fmegatron.layout import Mesh
 from fmegatron.model.sample import Inference, inference, stream
@@ -135,7 +135,7 @@ def _talk(
             return
         messages.append({"role": "user", "content": line.rstrip("\n")})
         while True:
-            prompt = located(tokenizer, template.render(messages, prompt=True))[0].tolist()
+            prompt = chat.located(tokenizer, template.render(messages, prompt=True))[0].tolist()
             if len(prompt) + given.tokens <= of.decoder.max_seq or len(messages) < first + 3:
                 break
             del messages[first : first + 2]
@@ -153,7 +153,7 @@ def _ends(tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     begin, whole = template.render([asked], prompt=True) + "b", template.render([asked, said])
     behind = whole[len(begin) :].strip() if whole.startswith(begin) else ""
-    ids = located(tokenizer, behind)[0] if behind else ()
+    ids = chat.located(tokenizer, behind)[0] if behind else ()
     return frozenset({int(ids[0])}) if len(ids) == 1 else frozenset()
 
 

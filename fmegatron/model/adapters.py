@@ -17,13 +17,13 @@ from torch import Tensor
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, reshard
-from fmegatron.layout import Layout
-from fmegatron.layout.notation import entry_axes
+from fmegatron.layout import Layout, notation
+from fmegatron.model.array_specs import arrays, at_rest
 from fmegatron.model.arrays import Array
 from fmegatron.model.decoder import Decoder
-from fmegatron.model.specs import arrays, at_rest
-from fmegatron.optim.groups import whole_segments
-from fmegatron.tree.labels import labelled
+from fmegatron.optim import groups
+from fmegatron.tree import labels, structure
+from fmegatron.tree.spec import Init
 
 
 class Adapter(NamedTuple):
@@ -36,7 +36,7 @@ class Adapter(NamedTuple):
     """
 
     pairs: tuple[nn.Pair, ...]
-    scale: tree.Tree
+    scale: structure.Tree
 
 
 def lora(
@@ -77,12 +77,12 @@ def lora(
     if not (isinstance(alpha, int | float) and math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"lora: alpha: got {alpha!r}, wanted a number above 0, such as 2 * rank")
     of = arrays(decoder)
-    if difference := tree.structure_difference(base, of):
+    if difference := structure.structure_difference(base, of):
         raise ValueError(
             "lora: got specs of another model, wanted those of the decoder; give model.specs(decoder, mesh):\n"
             + difference
         )
-    pattern, paths = whole_segments(match), tree.paths(of)
+    pattern, paths = groups.whole_segments(match), tree.paths(of)
     found = {
         path: (array, spec)
         for path, array, spec in zip(paths, tree.leaves(of), tree.leaves(base), strict=True)
@@ -128,14 +128,14 @@ def _adapter(path: str, array: Array, spec: tree.ArraySpec, rank: int, alpha: fl
     (*lead, D, F), (*at, rows, columns) = layout.shape, layout.spec
     whole = tuple(range(len(lead)))
 
-    def factor(shape: tuple[int, ...], entries: tuple, init: tree.Init) -> tree.ArraySpec:
+    def factor(shape: tuple[int, ...], entries: tuple, init: Init) -> tree.ArraySpec:
         split = layout.replace(shape=(*lead, *shape), spec=(*at, *entries))
         return dataclasses.replace(spec, layout=at_rest(path, split, array.kept, strategy, whole), init=init)
 
     pairs = tuple(
         nn.Pair(
             factor((D, rank), (rows, None), tree.Normal(D**-0.5)),
-            factor((rank, width), (None, entry_axes(columns)), tree.zeros),
+            factor((rank, width), (None, notation.entry_axes(columns)), tree.zeros),
         )
         for width in array.parts or (F,)
     )
@@ -186,7 +186,7 @@ def merged(base: dict, adapters: dict, axes: Axes | None = None) -> dict:
         zero = pairs[0].a.new_zeros((), dtype=wide)
         added = nn.dense(nn.LowRank(zero, tuple(pairs), own.scale))
         added = reshard(added, split.replace(dtype=added.dtype), of.replace(dtype=added.dtype), axes)
-        return labelled((w.to(wide) + added).to(w.dtype), of)
+        return labels.labelled((w.to(wide) + added).to(w.dtype), of)
 
     return _joined(base, adapters, "", one)
 
@@ -196,12 +196,12 @@ def _joined(base, adapters, path: str, join):
     if isinstance(adapters, Adapter) and not isinstance(base, dict):
         return join(path, base, adapters)
     if not isinstance(adapters, dict) or not isinstance(base, dict):
-        got, wanted = tree.in_words(adapters), tree.in_words(base)
+        got, wanted = structure.in_words(adapters), structure.in_words(base)
         raise ValueError(f"adapters: {path or 'the tree'}: got {got} beside {wanted}, wanted what model.lora made")
     if unknown := [name for name in adapters if name not in base]:
         raise ValueError(
             f"adapters: {path}{'/' if path else ''}{unknown[0]}: got one of a leaf that the base has not, wanted some "
-            f"of {', '.join(base)}{tree.did_you_mean(unknown[0], list(base))}"
+            f"of {', '.join(base)}{structure.did_you_mean(unknown[0], list(base))}"
         )
     at = f"{path}/" if path else ""
     return {

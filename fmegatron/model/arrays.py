@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.tree import Init, Normal
+from fmegatron.tree import Normal, spec
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Array:
     dim, each of which its axes split. residual: its products are added to the stream, so its standard deviation is
     divided by the root of the number of such arrays on the way (GPT-2). used: share of it that one token multiplies
     with. kept: axes of the data that still split it when a block uses it (experts). full: no strategy splits it over
-    the data axes, since a rule after the step sets it on every rank (`settled`).
+    the data axes, since a rule after the step sets it on every rank (`post_update`).
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | tuple[str, ...] | None, ...] = ()
     parts: tuple[int, ...] = ()
-    init: Init = Normal(0.02)
+    init: spec.Init = Normal(0.02)
     residual: bool = False
     used: float = 1.0
     kept: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Array:
 Arrays: TypeAlias = Array | Mapping[str, "Arrays"]
 
 
-class At(NamedTuple):
+class TokenContext(NamedTuple):
     """What a block knows of its tokens, as data.
 
     positions: int64, [S] for consecutive tokens of one text in order, or [B, S] for any. documents: int64 [B, S]; a
@@ -62,7 +62,7 @@ class At(NamedTuple):
         """Whether x holds this tp rank's part of the sequence only (sequence parallelism)."""
         return x_BSD.shape[1] != self.positions.shape[-1]
 
-    def unsplit(self) -> At:
+    def unsplit(self) -> TokenContext:
         """The same of sequences that nothing splits, as generation reads them."""
         return self._replace(axes=Axes(Mesh()))
 
@@ -75,6 +75,6 @@ class At(NamedTuple):
             )
         return self.angles
 
-    def of(self, name: str) -> At:
+    def of(self, name: str) -> TokenContext:
         """What the part of this name is given: the angles are its own."""
         return self._replace(angles=self.angles.get(name) if isinstance(self.angles, dict) else self.angles)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Axis, all_gather, declare, enter, shard
+from fmegatron.collectives import Axes, all_gather, axes, enter, ops, shard
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Array, At
+from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.context import Context, attention_of, joined, longer, order_of, remembered, require_form
 from fmegatron.model.draws import require_rate
 from fmegatron.model.mixer import Mixer, Order, Slots, Widths
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
-from fmegatron.tree import Constant, Tree
+from fmegatron.tree import Constant, structure
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Attention(Mixer):
                 got = getattr(self, name)
                 raise ValueError(f"Attention.{name}: got {got}, wanted a multiple of tp={tp} on the mesh {mesh}; {fix}")
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
 
         One reduction over tp forward (psum, or reduce_scatter) and its pair backward.
@@ -107,7 +107,7 @@ class Attention(Mixer):
         o_BSHK = self.attend(q_BSHK, k_BSGK, v_BSGK, w, at)
         return self._finish(o_BSHK, w, at.splits(u_BSD), at.axes)
 
-    def _project(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, G, K], v[B, S, G, K]), rotated, of the full sequence."""
         tp, split, K = at.axes["tp"], at.splits(u_BSD), self.head_dim
         heads, kv_heads = self.heads // tp.size, max(1, self.kv_heads // tp.size)
@@ -131,23 +131,23 @@ class Attention(Mixer):
             angles = at.rotation("Attention")
             q, k = self.rope(q, angles), self.rope(k, angles)
         if kv_heads == 1 and (self.softcap is not None or self.sinks):  # several queries of one head: no trace in sizes
-            k, v = (declare(x, tp, backward=("sharded", 2)) for x in (k, v))
+            k, v = (ops.declare(x, tp, backward=("sharded", 2)) for x in (k, v))
         return q, k, v
 
-    def _of_heads(self, w_DF: Tensor, tp: Axis) -> Tensor:
+    def _of_heads(self, w_DF: Tensor, tp: axes.Axis) -> Tensor:
         """Of weights or biases of all keys and values those that this rank's queries read."""
         heads = w_DF.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(-3)
         if tp.size > self.kv_heads:  # copies, whose gradients the transpose adds up
             heads = [x.repeat_interleave(tp.size // self.kv_heads, -2) for x in heads]
         return torch.cat([self._own(x, tp) for x in heads], -1)
 
-    def _own(self, w_DGK: Tensor, tp: Axis) -> Tensor:
+    def _own(self, w_DGK: Tensor, tp: axes.Axis) -> Tensor:
         """[D, G·K] of this rank's heads. A part that is one head leaves no trace in sizes, so it is declared."""
         dim = w_DGK.dim() - 2
-        own = declare(shard(w_DGK, tp, dim), tp, backward=("sharded", dim))
-        return declare(own.flatten(-2), tp, forward=("sharded", dim))
+        own = ops.declare(shard(w_DGK, tp, dim), tp, backward=("sharded", dim))
+        return ops.declare(own.flatten(-2), tp, forward=("sharded", dim))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: At, mask: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: dict, at: TokenContext, mask: Tensor | None = None) -> Tensor:
         """What the heads of this rank read: o[B, S, H, K].
 
         Args:
@@ -170,7 +170,7 @@ class Attention(Mixer):
         return order_of(self.context)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, cache: dict | None, slots: Slots | None
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, cache: dict | None, slots: Slots | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is {"k", "v": [B, T, G, K]} of this rank's heads."""
         q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axis, axis_index, declare
-from fmegatron.model.arrays import At
+from fmegatron.collectives import axes, axis_index, ops
+from fmegatron.model.arrays import TokenContext
 from fmegatron.model.draws import dropping
 from fmegatron.model.mixer import Order, Slots
+from fmegatron.nn import context_parallel, dense_attention
 
 Context = Literal["ring", "balanced", "gathered", "ulysses", "two_level", "two_level_balanced"]
 FORMS: tuple[Context, ...] = get_args(Context)
@@ -21,7 +22,7 @@ DEALT: tuple[Context, ...] = ("balanced", "two_level_balanced")  # of sequences 
 
 
 def attention_of(
-    at: At,
+    at: TokenContext,
     *,
     form: Context | None = None,
     mask: Tensor | None = None,
@@ -62,14 +63,14 @@ def attention_of(
             f"batch['positions']: got none, wanted int64 [B, S], since context={form!r} has the tokens in zigzag order"
             f"; give data.Batches(..., zigzag={dealt}), which adds them, or choose context='ring'"
         )
-    causal = nn.Causal(at.positions, at.documents, window, balanced)
+    causal = dense_attention.Causal(at.positions, at.documents, window, balanced)
     over: Callable[..., Tensor]
     if form == "gathered":
-        over = functools.partial(nn.gathered_attention, cp=cp)
+        over = functools.partial(context_parallel.gathered_attention, cp=cp)
     elif form == "ulysses":
-        over = functools.partial(nn.ulysses_attention, cp=cp, tp=axes["tp"])
+        over = functools.partial(context_parallel.ulysses_attention, cp=cp, tp=axes["tp"])
     elif form in ("two_level", "two_level_balanced"):
-        over = functools.partial(nn.two_level_attention, axes=axes)
+        over = functools.partial(context_parallel.two_level_attention, axes=axes)
     else:
         over = functools.partial(nn.ring_attention, cp=cp)
     over = functools.partial(over, causal=causal, softcap=softcap, sinks_H=sinks_H)
@@ -78,11 +79,11 @@ def attention_of(
     return lambda q, k, v: over(q * (scale * q.shape[-1] ** 0.5), k, v)  # the forms divide by sqrt(K)
 
 
-def visible_of(at: At, window: int | None) -> Tensor | None:
+def visible_of(at: TokenContext, window: int | None) -> Tensor | None:
     """Who sees whom, of the tokens of a rank; None: each all before it, which kernels know."""
     if at.documents is None and at.positions.dim() == 1 and window is None:
         return None
-    return nn.visible(at.positions, at.positions, window, at.documents, at.documents)
+    return dense_attention.visible(at.positions, at.positions, window, at.documents, at.documents)
 
 
 def remembered(
@@ -112,13 +113,13 @@ def joined(o_BSHK: Tensor, cache: dict | None) -> Tensor:
     return o_BSHK
 
 
-def positions_of(tokens_BS: Tensor, cp: Axis) -> Tensor:
+def positions_of(tokens_BS: Tensor, cp: axes.Axis) -> Tensor:
     """int64 [S]: the positions of this rank's tokens, where cp splits the sequence in order."""
     S = tokens_BS.shape[1]
     positions_S = torch.arange(S, device=tokens_BS.device)
     if cp.size == 1:
         return positions_S
-    return declare(positions_S + S * axis_index(cp, like=positions_S), cp, ("sharded", 0))
+    return ops.declare(positions_S + S * axis_index(cp, like=positions_S), cp, ("sharded", 0))
 
 
 def order_of(form: Context | None) -> Order:

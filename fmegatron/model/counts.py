@@ -6,9 +6,9 @@ import math
 from collections import Counter
 
 from fmegatron import tree
+from fmegatron.model.array_specs import arrays
 from fmegatron.model.arrays import Array
 from fmegatron.model.decoder import Decoder
-from fmegatron.model.specs import arrays
 
 
 def parameters(decoder: Decoder) -> dict[str, int]:

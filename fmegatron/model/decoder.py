@@ -12,14 +12,14 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from fmegatron import nn
 from fmegatron.collectives import Precision
-from fmegatron.layout import SEQUENCE_AXES, Mesh
-from fmegatron.model.arrays import Array, Arrays, At
+from fmegatron.layout import Mesh, data_parallel
+from fmegatron.model.arrays import Array, Arrays, TokenContext
 from fmegatron.model.draws import require_rate
 from fmegatron.model.mixer import Mixer, require_mixer
 from fmegatron.model.norm import Norm, RMSNorm
 from fmegatron.model.rope import Rope
+from fmegatron.nn import dense_attention
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Decoder:
         documents: torch.Tensor | None = None,
         blocks: tuple[Block, ...] | None = None,
         padding: torch.Tensor | None = None,
-    ) -> list[At]:
+    ) -> list[TokenContext]:
         """For each block what it is given beside x and weights; the angles of equal ropes are computed once.
 
         Args:
@@ -215,12 +215,12 @@ class Decoder:
                     if rope not in tables:
                         tables[rope] = rope.angles(positions, self.compute_dtype)
                     angles[part.name] = tables[rope]
-            out.append(At(positions, documents, angles, padding=padding))
+            out.append(TokenContext(positions, documents, angles, padding=padding))
         return out
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits, capped where the model has a cap."""
-        return logits if self.logit_softcap is None else nn.soft_cap(logits, self.logit_softcap)
+        return logits if self.logit_softcap is None else dense_attention.soft_cap(logits, self.logit_softcap)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ValueError if this model cannot be split over the mesh's tp axis, naming the number and a fix."""
@@ -229,7 +229,7 @@ class Decoder:
         for mixer in mixers:
             mixer.check_mesh(mesh)
         orders = {mixer.order: type(mixer).__name__ for mixer in mixers}
-        if mesh.extent(SEQUENCE_AXES) > 1 and {"row", "zigzag"} <= set(orders):
+        if mesh.extent(data_parallel.SEQUENCE_AXES) > 1 and {"row", "zigzag"} <= set(orders):
             raise ValueError(
                 f"Decoder.blocks: got {orders['zigzag']} over sequences in the order of nn.zigzag beside "
                 f"{orders['row']}, whose tokens must be in that of the text, wanted sequences in order; choose "

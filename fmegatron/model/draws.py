@@ -15,7 +15,8 @@ from torch import Tensor
 from fmegatron import nn, tree
 from fmegatron.collectives import shard
 from fmegatron.layout import Layout
-from fmegatron.model.arrays import At
+from fmegatron.model.arrays import TokenContext
+from fmegatron.nn import routing
 
 __all__ = ["draws_of", "dropped", "dropping", "jittered", "noisy", "require_rate"]
 
@@ -23,13 +24,13 @@ __all__ = ["draws_of", "dropped", "dropping", "jittered", "noisy", "require_rate
 def draws_of(
     samples_B: Tensor | None, positions: Tensor, documents_BS: Tensor | None, key: int, longest: int, depths: int
 ) -> Callable[[int], Tensor | None]:
-    """depth -> `At.draws` of this rank's tokens, for each of so many depths; None without samples.
+    """depth -> `TokenContext.draws` of this rank's tokens, for each of so many depths; None without samples.
 
     Tokens of one row that have equal documents and positions draw equal numbers.
 
     Args:
-        samples_B: int64, the number of each row among all rows of the run (`step.build_train_step(numbered=True)`).
-        positions: int64 [S] or [B, S].
+        samples_B: int64, the number of each row among all rows of the run
+        (`step.build_train_step(with_sample_ids=True)`). positions: int64 [S] or [B, S].
         documents_BS: int64; None: a row is one.
         key: of the run.
         longest: positions are below it.
@@ -42,28 +43,28 @@ def draws_of(
     return lambda depth: (first_BS + depth) ^ key
 
 
-def dropped(x_BSD: Tensor, rate: float, name: str, at: At) -> Tensor:
+def dropped(x_BSD: Tensor, rate: float, name: str, at: TokenContext) -> Tensor:
     """x with dropout of its elements; x itself where nothing is drawn. name: of what it is, unique in a block."""
     if not rate or at.draws is None:
         return x_BSD
     return nn.dropout(x_BSD, rate, key=tree.fold_in(0, name), count=_own(at, x_BSD))
 
 
-def jittered(u_BSD: Tensor, eps: float, at: At) -> Tensor:
+def jittered(u_BSD: Tensor, eps: float, at: TokenContext) -> Tensor:
     """A router's argument (`nn.jittered`); itself where nothing is drawn."""
     if not eps or at.draws is None:
         return u_BSD
-    return nn.jittered(u_BSD, eps, key=tree.fold_in(0, "router jitter"), count=_own(at, u_BSD))
+    return routing.jittered(u_BSD, eps, key=tree.fold_in(0, "router jitter"), count=_own(at, u_BSD))
 
 
-def noisy(logits_BSE: Tensor, std: float, at: At) -> Tensor:
+def noisy(logits_BSE: Tensor, std: float, at: TokenContext) -> Tensor:
     """A router's logits (`nn.noisy`); themselves where nothing is drawn."""
     if not std or at.draws is None:
         return logits_BSE
-    return nn.noisy(logits_BSE, std, key=tree.fold_in(0, "router noise"), count=_own(at, logits_BSE))
+    return routing.noisy(logits_BSE, std, key=tree.fold_in(0, "router noise"), count=_own(at, logits_BSE))
 
 
-def dropping(rate: float, at: At) -> Callable[[Tensor], Tensor] | None:
+def dropping(rate: float, at: TokenContext) -> Callable[[Tensor], Tensor] | None:
     """`nn.attention(drop=)`: dropout of the weights p[B, H, S, T] with which this rank's heads read the keys, in order.
 
     Raises ValueError where cp splits the sequence: a rank of a ring never has all the keys of a query.
@@ -94,7 +95,7 @@ def require_rate(rate: float, field: str) -> None:
         raise ValueError(f"{field}: got {rate!r}, wanted a probability from 0 to 1")
 
 
-def _own(at: At, x_BSX: Tensor) -> Tensor:
-    """`At.draws` of the tokens of x, which may be this tp rank's part of the sequence."""
+def _own(at: TokenContext, x_BSX: Tensor) -> Tensor:
+    """`TokenContext.draws` of the tokens of x, which may be this tp rank's part of the sequence."""
     assert at.draws is not None
     return shard(at.draws, at.axes["tp"], 1) if at.splits(x_BSX) else at.draws

@@ -15,19 +15,23 @@ from torch import Tensor
 from fmegatron import nn, step, tree
 from fmegatron.collectives import Axes, all_gather, enter
 from fmegatron.layout import Layout, Mesh
-from fmegatron.model.arrays import At
+from fmegatron.model.arrays import TokenContext
 from fmegatron.model.context import positions_of
 from fmegatron.model.decoder import MTP, Block, Decoder
-from fmegatron.model.deterministic import require_samples
+from fmegatron.model.determinism import require_samples
 from fmegatron.model.draws import draws_of, dropped
 from fmegatron.model.mtp import predict, with_ahead
-from fmegatron.model.settled import loads
+from fmegatron.model.post_updates import loads
 from fmegatron.model.statistics import counted, losses_of, padding_of
 from fmegatron.model.weights import Weights, adapted_named, embedded
+from fmegatron.nn import weight
+from fmegatron.step import partition
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
-def block(x_BSD: Tensor, w: dict, at: At, *, parts: Block, mix: Callable | None = None) -> Tensor | tuple[Tensor, dict]:
+def block(
+    x_BSD: Tensor, w: dict, at: TokenContext, *, parts: Block, mix: Callable | None = None
+) -> Tensor | tuple[Tensor, dict]:
     """x + mixer(norm(x)), part after part: a pure function of tensors, compiled once for all blocks with these parts.
 
     `x[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, or S_tp at both ends with sequence parallelism. Where mixers give statistics
@@ -61,7 +65,9 @@ def block(x_BSD: Tensor, w: dict, at: At, *, parts: Block, mix: Callable | None 
 
 
 # ---- the three parts of a forward pass -------------------------------------------------------------------------------
-def contexts(batch: dict, decoder: Decoder, axes: Axes, samples: Tensor | None = None, key: int = 0) -> list[At]:
+def contexts(
+    batch: dict, decoder: Decoder, axes: Axes, samples: Tensor | None = None, key: int = 0
+) -> list[TokenContext]:
     """What the embedding, then each block, then each depth of `Decoder.mtp` is told of the tokens; needs no weights.
 
     Args:
@@ -94,11 +100,11 @@ def contexts(batch: dict, decoder: Decoder, axes: Axes, samples: Tensor | None =
     found = decoder.at(positions, documents, decoder.blocks, padding)
     if decoder.mtp is not None:
         found += decoder.at(positions, documents, (decoder.mtp.block,), padding) * behind
-    first = At(positions, draws=draws(0), padding=padding, axes=axes)
+    first = TokenContext(positions, draws=draws(0), padding=padding, axes=axes)
     return [first, *(at._replace(draws=draws(depth), axes=axes) for depth, at in enumerate(found, 1))]
 
 
-def embed(ids_BS: Tensor, w: dict, at: At, decoder: Decoder, n: int = 0) -> Tensor:
+def embed(ids_BS: Tensor, w: dict, at: TokenContext, decoder: Decoder, n: int = 0) -> Tensor:
     """`ids[B, S] -> x[B, S, D]@R(tp)`, S_tp with sequence parallelism, in the compute dtype.
 
     w: weights of the embedding, whole over the data axes (`gather_weights`). at: the first of `contexts`. n: which of
@@ -109,7 +115,7 @@ def embed(ids_BS: Tensor, w: dict, at: At, decoder: Decoder, n: int = 0) -> Tens
 
 
 def blocks(
-    x_BSD: Tensor, at: Sequence[At], layers: Iterable[tuple[Callable, dict]]
+    x_BSD: Tensor, at: Sequence[TokenContext], layers: Iterable[tuple[Callable, dict]]
 ) -> tuple[Tensor, list[dict[str, dict]]]:
     """(what comes from the last block, for each block the statistics of its parts by their names).
 
@@ -123,21 +129,21 @@ def blocks(
     return x_BSD, statistics
 
 
-def read_out(x_BSD: Tensor, w: dict, at: At, decoder: Decoder) -> Tensor:
+def read_out(x_BSD: Tensor, w: dict, at: TokenContext, decoder: Decoder) -> Tensor:
     """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
     return _scores(decoder.norm(x_BSD, w["final_norm"], at), w, at, decoder)
 
 
-def _scores(x_BSD: Tensor, w: dict, at: At, decoder: Decoder) -> Tensor:
+def _scores(x_BSD: Tensor, w: dict, at: TokenContext, decoder: Decoder) -> Tensor:
     """The head, of what has been through its norm."""
     return decoder.capped(nn.column_parallel(x_BSD, _head(w, decoder), at.axes["tp"], at.splits(x_BSD)))
 
 
-def _head(w: dict, decoder: Decoder) -> nn.Weight:
+def _head(w: dict, decoder: Decoder) -> weight.Weight:
     return nn.dense(w["embed"]["table"]).t() if decoder.tied else w["head"]["w"]
 
 
-def _token_losses(x_BSD: Tensor, w: dict, at: At, labels_BS: Tensor, decoder: Decoder):
+def _token_losses(x_BSD: Tensor, w: dict, at: TokenContext, labels_BS: Tensor, decoder: Decoder):
     """(nll[B, S], lse[B, S]) of what has been through the norm of the head."""
     tp, split = at.axes["tp"], at.splits(x_BSD)
     if decoder.loss_chunks == 1:
@@ -153,7 +159,7 @@ def logits(
     tokens_BS: Tensor,
     decoder: Decoder,
     axes: Axes | None = None,
-    save: step.Policy | None = None,
+    save: partition.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
 ) -> Tensor:
@@ -171,17 +177,17 @@ def hidden(
     batch: dict,
     decoder: Decoder,
     axes: Axes | None = None,
-    save: step.Policy | None = None,
+    save: partition.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
-) -> tuple[Tensor, dict, At, list[dict]]:
+) -> tuple[Tensor, dict, TokenContext, list[dict]]:
     """(x[B, S, D] behind the last block, the weights of the head, what the blocks were given, for each block the
     statistics of its parts): `read_out` makes logits of it.
 
     Args:
         params: this rank's shards, which know their layouts; one process's full arrays need not.
-        batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S] (`At`)}, B
-            split over the data axes, S over cp: in order, unless positions are given.
+        batch: {"tokens": int64 [B, S]; optional "positions": int64 [S] or [B, S], "documents": int64 [B, S]
+            (`TokenContext`)}, B split over the data axes, S over cp: in order, unless positions are given.
         decoder: the model.
         axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block, compiled once for all, keeps for its backward (`step.layers`); None: as autograd does.
@@ -246,7 +252,7 @@ def token_losses(
     batch: dict,
     decoder: Decoder,
     axes: Axes | None = None,
-    save: step.Policy | None = None,
+    save: partition.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
     *,
@@ -306,7 +312,7 @@ def loss(
     batch: dict,
     decoder: Decoder,
     axes: Axes | None = None,
-    save: step.Policy | None = None,
+    save: partition.Policy | None = None,
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
     *,
@@ -318,7 +324,7 @@ def loss(
     "lm", the mean over the tokens that are learned from, of the cross-entropy; where they are configured "z"; "mtp_1",
     "mtp_2", ..., of each depth of `Decoder.mtp`; and what mixers add, `Mixer.losses`: of experts "balance",
     "sequence_balance", "router_z", means over all tokens, summed over the blocks. Every tp rank has the same totals.
-    Metrics: "imbalance", "router_entropy", "overflow", "dropped" of experts, and what `model.settled` needs.
+    Metrics: "imbalance", "router_entropy", "overflow", "dropped" of experts, and what `model.post_update` needs.
 
     A token is learned from where its label is not below 0 and its mask is not 0. Padding is another thing: it is no
     token for the losses and loads of experts ("padding", or documents below 0).
@@ -326,17 +332,17 @@ def loss(
     Args:
         params: as of `hidden`.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
-            [S] or [B, S], "documents" int64 [B, S]: `At`; "padding" bool [B, S]: what is no token, None: where
-            documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is called
-            where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
+            [S] or [B, S], "documents" int64 [B, S]: `TokenContext`; "padding" bool [B, S]: what is no token, None:
+            where documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is
+            called where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
         decoder: the model.
         axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block keeps for its backward (`logits`).
         offload: what of it waits in host memory (`logits`).
         reshard_after_forward: which weights are gathered for each use (`logits`).
-        samples: int64 [B], the number of each row among all rows of the run, which build_train_step(numbered=True)
-            gives: then dropout and router noise of the model are applied, the same on every mesh. None: they are not,
-            as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
+        samples: int64 [B], the number of each row among all rows of the run, which
+            build_train_step(with_sample_ids=True) gives: then dropout and router noise of the model are applied, the
+            same on every mesh. None: they are not, as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
         key: of these random numbers, such as the run's seed.
     """
     how = (axes, save, offload, reshard_after_forward)

@@ -27,10 +27,11 @@ from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
 from fmegatron.model.norm import LayerNorm, RMSNorm
 from fmegatron.model.rope import Rope
+from fmegatron.nn import rope
 
 _KNOWN = (
     *(Attention, Decoder, LayerNorm, MLA, MLP, MTP, Mamba, MoE, Part, Precision, RMSNorm, Rope),
-    *(nn.Linear, nn.Llama3, nn.Router, nn.Yarn),
+    *(rope.Linear, rope.Llama3, nn.Router, rope.Yarn),
 )
 
 

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, all_gather, declare, enter
+from fmegatron.collectives import Axes, all_gather, enter, ops
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Array, At
+from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.mixer import Mixer, Slots
-from fmegatron.tree import Constant, Tree, Uniform
+from fmegatron.nn import state_space, weight
+from fmegatron.tree import Constant, Uniform, structure
 
 
 class _Projected(NamedTuple):
@@ -95,7 +96,7 @@ class Mamba(Mixer):
                     "divisor of heads and groups"
                 )
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
 
         Over tp one reduction forward and its pair backward as attention has them, and with one group psums of its norm.
@@ -106,7 +107,7 @@ class Mamba(Mixer):
         return self._over(self._project(u_BSD, w, at.axes, split), w, at, split)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, cache: dict[str, Tensor] | None, slots: Slots | None
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, cache: dict[str, Tensor] | None, slots: Slots | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is a state of fixed size, that of `_scanned`."""
         if cache is not None and u_BSD.shape[1] == 1:
@@ -119,7 +120,7 @@ class Mamba(Mixer):
         return 0
 
     def _scanned(
-        self, u_BSD: Tensor, w: Tree, at: At, state: dict[str, Tensor] | None
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, state: dict[str, Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, the state behind the last token): {"conv": [B, W - 1, I + 2GN], "scan": [B, H, P, N], "document": int64
         [B], that of the last token}.
@@ -135,13 +136,13 @@ class Mamba(Mixer):
         if documents_BS is None and state is not None:
             documents_BS = state["document"][:, None].expand(B, S)
         before_B, before_BWX = (None, None) if state is None else (state["document"], state["conv"])
-        segments_BS = None if documents_BS is None else nn.segments(documents_BS, before_B)
+        segments_BS = None if documents_BS is None else state_space.segments(documents_BS, before_B)
         both_BSX = torch.cat((given.x, given.groups), -1)
         widths = (given.x.shape[-1], given.groups.shape[-1])
         befores = (None, None) if before_BWX is None else before_BWX.split(widths, -1)
         of_x, of_groups = self._filters(w, axes)
-        x_BSI = F.silu(nn.causal_conv(given.x, *of_x, segments_BS, befores[0]))
-        bc_BSX = F.silu(nn.causal_conv(given.groups, *of_groups, segments_BS, befores[1]))
+        x_BSI = F.silu(state_space.causal_conv(given.x, *of_x, segments_BS, befores[0]))
+        bc_BSX = F.silu(state_space.causal_conv(given.groups, *of_groups, segments_BS, befores[1]))
         x_BSHP, b_BSGN, c_BSGN = self._heads(x_BSI, bc_BSX)
         dt_BSH, a_H = self._steps(given.dt, w)
         how = {"chunk": self.chunk, "tp": tp, "grouped": self.groups > 1, "segments_BS": segments_BS}
@@ -163,7 +164,7 @@ class Mamba(Mixer):
         seen_BW = seen_BW[:, seen_BW.shape[1] - reach :]
         return torch.where((seen_BW == segments_BS[:, -1:])[..., None], known, 0.0)
 
-    def _over(self, given: _Projected, w: Tree, at: At, split: bool) -> Tensor:
+    def _over(self, given: _Projected, w: structure.Tree, at: TokenContext, split: bool) -> Tensor:
         """y where cp splits the sequence, in order: the convolution needs the last tokens of the rank before, the scan
         the states of all of them. Between the declarations values are each rank's own, and what is the same on every
         rank gets a gradient that is a sum over them."""
@@ -171,53 +172,57 @@ class Mamba(Mixer):
         cp, tp, reach = axes.sequence, axes["tp"], max(self.conv - 1, 1)
         segments_BS = of_scan = None
         if at.documents is not None:
-            known_BS = torch.cat((nn.from_before(at.documents, cp, reach), declare(at.documents, cp, "own", 1)), 1)
-            segments_BS = nn.segments(known_BS)[:, reach - self.conv + 1 :]
-            of_scan = nn.segments(known_BS[:, reach:], known_BS[:, reach - 1])
+            known_BS = torch.cat(
+                (state_space.from_before(at.documents, cp, reach), ops.declare(at.documents, cp, "own", 1)), 1
+            )
+            segments_BS = state_space.segments(known_BS)[:, reach - self.conv + 1 :]
+            of_scan = state_space.segments(known_BS[:, reach:], known_BS[:, reach - 1])
 
         def convolved(x_BSC: Tensor, w_WC: Tensor, bias_C: Tensor | None) -> Tensor:
-            before = nn.from_before(x_BSC, cp, self.conv - 1)
-            of = declare(w_WC, cp, backward="partial"), bias_C
+            before = state_space.from_before(x_BSC, cp, self.conv - 1)
+            of = ops.declare(w_WC, cp, backward="partial"), bias_C
             if bias_C is not None:
-                of = of[0], declare(bias_C, cp, backward="partial")
-            y_BSC = nn.causal_conv(declare(x_BSC, cp, "own", 1), *of, segments_BS, before)
-            return declare(F.silu(y_BSC), cp, ("sharded", 1), "own")
+                of = of[0], ops.declare(bias_C, cp, backward="partial")
+            y_BSC = state_space.causal_conv(ops.declare(x_BSC, cp, "own", 1), *of, segments_BS, before)
+            return ops.declare(F.silu(y_BSC), cp, ("sharded", 1), "own")
 
         of_x, of_groups = self._filters(w, axes)
         both = convolved(given.x, *of_x), convolved(given.groups, *of_groups)
         x_BSHP, b_BSGN, c_BSGN = self._heads(*both)
         dt_BSH, a_H = self._steps(given.dt, w)
-        x, dt, b, c = (declare(y, cp, "own", 1) for y in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
+        x, dt, b, c = (ops.declare(y, cp, "own", 1) for y in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
         how = {"chunk": self.chunk, "tp": tp, "grouped": self.groups > 1, "segments_BS": of_scan, "cp": cp}
-        y_BSHP, _ = nn.ssd(x, dt, declare(a_H, cp, backward="partial"), b, c, **how)
-        return self._finish(declare(y_BSHP, cp, ("sharded", 1), "own"), x_BSHP, given.gate, w, axes, split)
+        y_BSHP, _ = nn.ssd(x, dt, ops.declare(a_H, cp, backward="partial"), b, c, **how)
+        return self._finish(ops.declare(y_BSHP, cp, ("sharded", 1), "own"), x_BSHP, given.gate, w, axes, split)
 
-    def _advance(self, u_B1D: Tensor, w: Tree, state: dict, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
+    def _advance(self, u_B1D: Tensor, w: structure.Tree, state: dict, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
         """One token more: (y[B, 1, D], the state behind it)."""
         given = self._project(u_B1D, w, axes, False)
         seen_BWX = torch.cat((state["conv"], torch.cat((given.x, given.groups), -1)), 1)
         conv_WX = torch.cat((nn.dense(w["conv"]), nn.dense(w["conv_groups"])), -1)
         bias_X = torch.cat((w["bias_conv"], w["bias_conv_groups"])) if self.conv_bias else None
-        now_B1X = F.silu(nn.causal_conv(seen_BWX[:, -1:], conv_WX, bias_X, before_BWC=seen_BWX[:, :-1]))
+        now_B1X = F.silu(state_space.causal_conv(seen_BWX[:, -1:], conv_WX, bias_X, before_BWC=seen_BWX[:, :-1]))
         x_B1HP, b_B1GN, c_B1GN = self._heads(*now_B1X.split((given.x.shape[-1], given.groups.shape[-1]), -1))
         dt_B1H, a_H = self._steps(given.dt, w)
         one = (x_B1HP[:, 0], dt_B1H[:, 0], a_H, b_B1GN[:, 0], c_B1GN[:, 0])
-        y_BHP, scan_BHPN = nn.ssd_step(*one, state["scan"])
+        y_BHP, scan_BHPN = state_space.ssd_step(*one, state["scan"])
         y_B1D = self._finish(y_BHP[:, None], x_B1HP, given.gate, w, axes, False)
         return y_B1D, {"conv": seen_BWX[:, 1:], "scan": scan_BHPN, "document": state["document"]}
 
-    def _project(self, u_BSD: Tensor, w: Tree, axes: Axes, split: bool) -> _Projected:
+    def _project(self, u_BSD: Tensor, w: structure.Tree, axes: Axes, split: bool) -> _Projected:
         tp, u = axes["tp"], u_BSD
         u = all_gather(u, tp, 1) if split else enter(u, tp)
         heads = self.heads // tp.size
         gate, x, dt = nn.matmul(u, w["w_in"]).split((heads * self.head_dim, heads * self.head_dim, heads), -1)
         return _Projected(gate, dt, x, nn.matmul(u, self._own(w["w_groups"], axes)))
 
-    def _own(self, w: nn.Weight, axes: Axes) -> nn.Weight:
+    def _own(self, w: weight.Weight, axes: Axes) -> weight.Weight:
         """Weights of the groups: of one that every rank has, whose heads are others on each, the gradient is a sum."""
         return w if self.groups > 1 else nn.entered(w, axes["tp"])
 
-    def _filters(self, w: Tree, axes: Axes) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+    def _filters(
+        self, w: structure.Tree, axes: Axes
+    ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """(weights[W, I] and bias of x, weights[W, 2GN] and bias of the groups)."""
         of_x, of_groups = nn.dense(w["conv"]), nn.dense(self._own(w["conv_groups"], axes))
         if not self.conv_bias:
@@ -230,7 +235,7 @@ class Mamba(Mixer):
         b_BSGN, c_BSGN = b_BSX.unflatten(-1, (-1, self.state)), c_BSX.unflatten(-1, (-1, self.state))
         return x_BSI.unflatten(-1, (-1, self.head_dim)), b_BSGN, c_BSGN
 
-    def _steps(self, dt_BSH: Tensor, w: Tree) -> tuple[Tensor, Tensor]:
+    def _steps(self, dt_BSH: Tensor, w: structure.Tree) -> tuple[Tensor, Tensor]:
         """(steps[B, S, H], decays[H]), fp32 or wider."""
         wide = torch.promote_types(dt_BSH.dtype, torch.float32)
         dt_BSH = F.softplus(dt_BSH.to(wide) + w["dt_bias"].to(wide))
@@ -238,10 +243,14 @@ class Mamba(Mixer):
             dt_BSH = dt_BSH.clamp(*self.dt_range)
         return dt_BSH, -w["a_log"].to(wide).exp()
 
-    def _finish(self, y_BSHP: Tensor, x_BSHP: Tensor, gate_BSI: Tensor, w: Tree, axes: Axes, split: bool) -> Tensor:
+    def _finish(
+        self, y_BSHP: Tensor, x_BSHP: Tensor, gate_BSI: Tensor, w: structure.Tree, axes: Axes, split: bool
+    ) -> Tensor:
         """The skip, the gated norm and the output's projection; split: over tp on the sequence."""
         y_BSHP = y_BSHP + x_BSHP * w["skip"].to(x_BSHP.dtype)[:, None]
-        y_BSI = nn.gated_rms_norm(y_BSHP.flatten(2), gate_BSI, w["norm"], self.groups, axes["tp"], self.norm_eps)
+        y_BSI = state_space.gated_rms_norm(
+            y_BSHP.flatten(2), gate_BSI, w["norm"], self.groups, axes["tp"], self.norm_eps
+        )
         return nn.row_parallel(y_BSI, w["w_out"], axes["tp"], split)
 
     def products(self, seq_len: int, causal: bool) -> float:

@@ -15,11 +15,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from fmegatron import nn, tree
-from fmegatron.layout import SEQUENCE_AXES, Mesh
-from fmegatron.model.arrays import Arrays, At
+from fmegatron import tree
+from fmegatron.layout import Mesh, data_parallel
+from fmegatron.model.arrays import Arrays, TokenContext
 from fmegatron.model.rope import Rope
+from fmegatron.nn import dense_attention
 from fmegatron.step import Part
+from fmegatron.tree import structure
 
 Order = Literal["any", "row", "zigzag"]
 Cache: TypeAlias = Any  # a tree of tensors, [rows, ...] each
@@ -47,7 +49,7 @@ class Widths:
 
 
 class Rule(NamedTuple):
-    """By what `Mixer.settle` goes. field: of the mixer, for errors. value: of it. statistics: which it needs."""
+    """By what `Mixer.post_update` goes. field: of the mixer, for errors. value: of it. statistics: which it needs."""
 
     field: str
     value: Hashable
@@ -80,7 +82,7 @@ class Slots:
             slots_T = torch.arange(length, device=self.slots.device)
             text_BS, text_BT = self.positions >= 0, slots_T >= self.padding[:, None]
             own_BST = text_BS.to(torch.int64)[:, :, None] == text_BT.to(torch.int64)[:, None]
-            self._masks[key] = nn.visible(self.slots, slots_T, window) & own_BST
+            self._masks[key] = dense_attention.visible(self.slots, slots_T, window) & own_BST
         return self._masks[key]
 
 
@@ -113,7 +115,7 @@ class Mixer(abc.ABC):
         """The tree of its arrays, in a model of width `dim`: specs, layouts, counts and checkpoints follow from it."""
 
     @abc.abstractmethod
-    def __call__(self, u_BSD: Tensor, w: tree.Tree, at: At) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """What is added to the stream, y[B, S, D], or (y, statistics): tensors by name, of which `losses` are made.
 
         Args:
@@ -155,7 +157,7 @@ class Mixer(abc.ABC):
 
         Plans count one sum over tp in the forward and one in the backward, and say what attention sends over cp.
         """
-        if mesh["tp"] == 1 and mesh.extent(SEQUENCE_AXES) == 1:
+        if mesh["tp"] == 1 and mesh.extent(data_parallel.SEQUENCE_AXES) == 1:
             return ()
         return (f"what {type(self).__name__} sends besides a sum over tp, forward and backward",)
 
@@ -185,11 +187,11 @@ class Mixer(abc.ABC):
 
     @property
     def rule(self) -> Rule | None:
-        """By what `settle` goes; None: a step sets nothing of it."""
+        """By what `post_update` goes; None: a step sets nothing of it."""
         return None
 
-    def settle(self, w: dict, statistics: dict[str, Tensor]) -> dict:
-        """The arrays after a step, where a rule and not a gradient sets some (`model.settled`).
+    def post_update(self, w: dict, statistics: dict[str, Tensor]) -> dict:
+        """The arrays after a step, where a rule and not a gradient sets some (`model.post_update`).
 
         Args:
             w: this rank's shards of a stack of blocks, with a leading dim [L] for layers.
@@ -203,7 +205,9 @@ class Mixer(abc.ABC):
         """Numbers that generation keeps for each token, over all tp ranks together; None: not known."""
         return None
 
-    def read(self, u_BSD: Tensor, w: tree.Tree, at: At, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
+    def read(
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, cache: Cache, slots: Slots | None
+    ) -> tuple[Any, Cache]:
         """What `__call__` gives for tokens behind those of a cache, and the cache with these tokens too.
 
         Sequences are not split, neither over tp nor over cp. A cache is a tree of tensors [rows, ...], a value: what is
@@ -250,7 +254,9 @@ class PerToken(Mixer):
         """Nothing is kept."""
         return 0
 
-    def read(self, u_BSD: Tensor, w: tree.Tree, at: At, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
+    def read(
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, cache: Cache, slots: Slots | None
+    ) -> tuple[Any, Cache]:
         """What the call gives, and an empty cache."""
         return self(u_BSD, w, at), {}
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
-from fmegatron.collectives import Axes, Axis, all_gather, enter
+from fmegatron.collectives import Axes, all_gather, axes, enter
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Array, At
+from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.context import Context, attention_of, joined, longer, order_of, remembered, require_form
 from fmegatron.model.mixer import Mixer, Order, Slots
 from fmegatron.model.rope import Rope
-from fmegatron.tree import Constant, Tree
+from fmegatron.tree import Constant, structure
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class MLA(Mixer):
                 "divisor of heads"
             )
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism.
 
         Every rank of tp makes the latents of its tokens, and the heads of its own.
@@ -75,7 +75,7 @@ class MLA(Mixer):
         o_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, w, at)
         return self._finish(o_BSHK, w, at.splits(u_BSD), at.axes)
 
-    def _project(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, Tensor, Tensor]:
         """(q[B, S, H, K], k[B, S, H, K], v[B, S, H, v_dim]), rotated, of the full sequence."""
         tp, split, angles = at.axes["tp"], at.splits(u_BSD), at.rotation("MLA")
         heads = self.heads // tp.size
@@ -96,7 +96,9 @@ class MLA(Mixer):
         k_rope = self.rope(_of_all_heads(k_rope, tp, split).unsqueeze(2), angles).expand(-1, -1, heads, -1)
         return torch.cat((q_nope, self.rope(q_rope, angles)), -1), torch.cat((k_nope, k_rope), -1), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, w: Tree, at: At, mask: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, w: structure.Tree, at: TokenContext, mask: Tensor | None = None
+    ) -> Tensor:
         """What the heads of this rank read: o[B, S, H, v_dim]. Arguments as of `Attention.attend`."""
         attention = attention_of(at, form=self.context, mask=mask, scale=self.scale)
         return attention(q, k, v)
@@ -107,7 +109,7 @@ class MLA(Mixer):
         return order_of(self.context)
 
     def read(
-        self, u_BSD: Tensor, w: Tree, at: At, cache: dict | None, slots: Slots | None
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, cache: dict | None, slots: Slots | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is {"k", "v": [B, T, G, K]} of this rank's heads."""
         q_BSHK, k_BSGK, v_BSGK = self._project(u_BSD, w, at)
@@ -123,7 +125,7 @@ class MLA(Mixer):
         """The latents: with sequence parallelism they are gathered too."""
         return ("what MLA sends besides a sum over tp, forward and backward",) if mesh["tp"] > 1 else ()
 
-    def _finish(self, o_BSHK: Tensor, w: Tree, split: bool, axes: Axes) -> Tensor:
+    def _finish(self, o_BSHK: Tensor, w: structure.Tree, split: bool, axes: Axes) -> Tensor:
         """The output's projection; split: over tp on the sequence."""
         return nn.row_parallel(o_BSHK.flatten(2), w["wo"], axes["tp"], split)
 
@@ -138,6 +140,6 @@ class MLA(Mixer):
         return self.heads * (self.nope + self.rope.dim + self.v_dim)
 
 
-def _of_all_heads(k_BSK: Tensor, tp: Axis, split: bool) -> Tensor:
+def _of_all_heads(k_BSK: Tensor, tp: axes.Axis, split: bool) -> Tensor:
     """The part of the key that all heads share, of the full sequence; its gradient is a sum over the ranks' heads."""
     return all_gather(k_BSK, tp, 1) if split else enter(k_BSK, tp)

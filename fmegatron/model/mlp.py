@@ -9,9 +9,10 @@ from torch import Tensor
 from fmegatron import nn
 from fmegatron.collectives import enter
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Array, At
+from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.mixer import PerToken, Widths
-from fmegatron.tree import Constant, Tree
+from fmegatron.nn import mlp
+from fmegatron.tree import Constant, structure
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class MLP(PerToken):
     def __post_init__(self):
         if not isinstance(self.ffn_dim, int) or isinstance(self.ffn_dim, bool) or self.ffn_dim < 1:
             raise ValueError(f"MLP.ffn_dim: got {self.ffn_dim!r}, wanted a whole number of at least 1")
-        if self.activation not in nn.ACTIVATIONS:
-            raise ValueError(f"MLP.activation: got {self.activation!r}, wanted one of {', '.join(nn.ACTIVATIONS)}")
+        if self.activation not in mlp.ACTIVATIONS:
+            raise ValueError(f"MLP.activation: got {self.activation!r}, wanted one of {', '.join(mlp.ACTIVATIONS)}")
         if self.gated and self.bias:
             raise ValueError("MLP.bias: got True with a gate, wanted False; set gated=False, or write a mixer")
 
@@ -62,13 +63,13 @@ class MLP(PerToken):
         mincut = gate * F + 4 / number  # one fp32 number of the norm
         return Widths(mincut, mincut + 2 * dim + gate * F, F + dim, gate * F + dim, F, (gate + 1) * F)
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> Tensor:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism."""
         tp, split = at.axes["tp"], at.splits(u_BSD)
         if self.gated:
             return nn.gated_mlp(u_BSD, w["w_gate_up"], w["w_down"], tp, split, self.activation)
         u_BSF = nn.column_parallel(u_BSD, w["w_up"], tp, split)
-        u_BSF = nn.ACTIVATIONS[self.activation](u_BSF + w["bias_up"].to(u_BSF.dtype) if self.bias else u_BSF)
+        u_BSF = mlp.ACTIVATIONS[self.activation](u_BSF + w["bias_up"].to(u_BSF.dtype) if self.bias else u_BSF)
         y_BSD = nn.row_parallel(u_BSF, w["w_down"], tp, split)
         if not self.bias:
             return y_BSD

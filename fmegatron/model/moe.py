@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, step
-from fmegatron.collectives import Axes, Axis, all_gather, enter, psum, reduce_scatter, shard
+from fmegatron.collectives import Axes, all_gather, axes, enter, psum, reduce_scatter, shard
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Array, At
+from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.draws import jittered, noisy
 from fmegatron.model.mixer import PerToken, Rule
 from fmegatron.model.mlp import MLP
-from fmegatron.tree import Constant, Tree
+from fmegatron.nn import mlp, moe
+from fmegatron.nn.routing import (
+    Routing,
+    balanced_bias,
+    expert_load,
+    router_entropy,
+    router_z_loss,
+    sequence_balance_loss,
+)
+from fmegatron.tree import Constant, structure
 
 
 @dataclass(frozen=True)
@@ -28,16 +37,16 @@ class MoE(PerToken):
     """Σ of the chosen experts' gated MLPs, times their gates, and of the shared MLP.
 
     router: how experts are chosen. ffn_dim: of one expert. shared: an MLP for every token. choice_bias: the choice has
-    a bias that no gradient reaches. bias_rate: by how much a step moves that bias towards equal loads (`settled`, which
-    `build_train_step(settle=...)` applies), such as 0.001 (DeepSeek V3); 0: it stays. ep: axes of the data that hold
-    experts, each rank E/n of them; their gathered weights stay split over them. With "tp" among them an expert is not
-    split over tp, and the sequence is (Decoder.sequence_parallel). rows: for which a rank has room (`nn.dropless`);
-    None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in the backward
-    (`nn.dropless`). capacity: an expert takes at most so many times its equal share of a sequence's tokens, and drops
-    others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the router,
-    0 for none: of Switch's balance over the batch (`nn.expert_probs`), which with several microbatches needs the loads
-    of all of them before the first backward, `build_train_step(twice=True)`; of that over each sequence by itself
-    (`nn.sequence_balance_loss`), which does not; of `nn.router_z_loss`. biases: router and experts have
+    a bias that no gradient reaches. bias_rate: by how much a step moves that bias towards equal loads (`post_update`,
+    which `build_train_step(post_update=...)` applies), such as 0.001 (DeepSeek V3); 0: it stays. ep: axes of the data
+    that hold experts, each rank E/n of them; their gathered weights stay split over them. With "tp" among them an
+    expert is not split over tp, and the sequence is (Decoder.sequence_parallel). rows: for which a rank has room
+    (`nn.dropless`); None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in
+    the backward (`nn.dropless`). capacity: an expert takes at most so many times its equal share of a sequence's
+    tokens, and drops others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the
+    router, 0 for none: of Switch's balance over the batch (`nn.expert_probs`), which with several microbatches needs
+    the loads of all of them before the first backward, `build_train_step(twice=True)`; of that over each sequence by
+    itself (`nn.sequence_balance_loss`), which does not; of `nn.router_z_loss`. biases: router and experts have
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
     None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
     multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
@@ -127,13 +136,13 @@ class MoE(PerToken):
         """The loads move the bias of the choice, with a `bias_rate`."""
         return Rule("bias_rate", self.bias_rate, ("load",)) if self.bias_rate else None
 
-    def settle(self, w: dict, statistics: dict[str, Tensor]) -> dict:
+    def post_update(self, w: dict, statistics: dict[str, Tensor]) -> dict:
         """The bias of the choice by `nn.balanced_bias` of the loads."""
         if not self.bias_rate:
             return w
-        return {**w, "choice_bias": nn.balanced_bias(w["choice_bias"], statistics["load"], self.bias_rate)}
+        return {**w, "choice_bias": balanced_bias(w["choice_bias"], statistics["load"], self.bias_rate)}
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
         "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
         router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding counts nowhere
@@ -160,16 +169,16 @@ class MoE(PerToken):
         y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at)
-        chosen_E = nn.expert_load(routing.experts, self.router.experts, None, real_BS)
+        chosen_E = expert_load(routing.experts, self.router.experts, None, real_BS)
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
-        totals = {"entropy": nn.router_entropy(routing.probs, real_BS)}
+        totals = {"entropy": router_entropy(routing.probs, real_BS)}
         if self.balance:
             totals |= {"probs": nn.expert_probs(routing.probs, real_BS), "chosen": chosen_E.to(torch.float64)}
         if self.sequence_balance:
             of_sequences = (routing.probs, routing.experts, over, real_BS)
-            totals["sequence_balance"] = nn.sequence_balance_loss(*of_sequences)
+            totals["sequence_balance"] = sequence_balance_loss(*of_sequences)
         if self.z_loss:
-            totals["z"] = nn.router_z_loss(logits_BSE, real_BS)
+            totals["z"] = router_z_loss(logits_BSE, real_BS)
         totals = {name: psum(value, tp) for name, value in totals.items()} if split else totals
         return y_BSD, {"load": psum(chosen_E, everywhere), **totals, **found}
 
@@ -186,7 +195,7 @@ class MoE(PerToken):
         return parts
 
     def _routed(
-        self, u_BSD: Tensor, routing: nn.Routing, w: Any, split: bool, axes: Axes
+        self, u_BSD: Tensor, routing: Routing, w: Any, split: bool, axes: Axes
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
         tp, cp, ep = axes["tp"], axes.sequence, axes[self.ep]
@@ -205,7 +214,7 @@ class MoE(PerToken):
         else:
             v_BSD, routing = enter(u_BSD, tp), routing._replace(gates=enter(routing.gates, tp))
         own = {k: w[k] for k in ("up", "down", "bias_up", "bias_down") if k in w}
-        own = nn.expert_weights(own, ep, token_axes)
+        own = moe.expert_weights(own, ep, token_axes)
         apply = functools.partial(self._experts, tp=axes[()] if folded else tp)
         if self.capacity is not None:
             if cp.size > 1:
@@ -224,14 +233,14 @@ class MoE(PerToken):
         wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()
         return y_BSD, {name: psum(found[name], token_axes) for name in wanted}
 
-    def _experts(self, w: Any, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: Axis) -> Tensor:
+    def _experts(self, w: Any, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: axes.Axis) -> Tensor:
         """This rank's experts (`nn.Apply`), of which tp splits the hidden units."""
         h_MF = nn.grouped_matmul(x_MD, w["up"], ends_X)
         if self.biases:
             h_MF = h_MF + w["bias_up"].to(h_MF.dtype).index_select(0, expert_M)
         if self.limit is None:
             gate_MF, up_MF = h_MF.chunk(2, -1)
-            h_MF = nn.ACTIVATIONS["silu"](gate_MF) * up_MF
+            h_MF = mlp.ACTIVATIONS["silu"](gate_MF) * up_MF
         else:
             gate_MF, up_MF = h_MF.unflatten(-1, (-1, 2)).unbind(-1)
             gate_MF, up_MF = gate_MF.clamp(max=self.limit), up_MF.clamp(-self.limit, self.limit)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fmegatron import nn
 from fmegatron.collectives import Axes
-from fmegatron.model.arrays import At
+from fmegatron.model.arrays import TokenContext
 
 if TYPE_CHECKING:
     from fmegatron.model.decoder import MTP
 
 
-def predict(both_BSX: Tensor, w: dict, at: At, *, block: Callable, mtp: MTP) -> Tensor | tuple[Tensor, dict]:
+def predict(both_BSX: Tensor, w: dict, at: TokenContext, *, block: Callable, mtp: MTP) -> Tensor | tuple[Tensor, dict]:
     """One depth: `norm(block(proj [norm(e); norm(h)]))`: `both[B, S, 2D]@R(tp) -> h[B, S, D]@R(tp)`, S_tp at both ends
     with sequence parallelism. Where the block gives statistics (h, {part: statistics}).
 

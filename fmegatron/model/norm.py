@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fmegatron import nn
 from fmegatron.collectives import enter
-from fmegatron.model.arrays import Array, At
+from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.tree import Constant
 
 
@@ -23,7 +23,7 @@ class RMSNorm:
         """The weight [D]."""
         return Array((dim,), init=Constant(1.0 - self.offset))
 
-    def __call__(self, x_D: Tensor, w_D: Tensor, at: At) -> Tensor:
+    def __call__(self, x_D: Tensor, w_D: Tensor, at: TokenContext) -> Tensor:
         """`x[B, S, D] -> y[B, S, D]`. Where each rank of tp normalises other tokens (sequence parallelism), the
         gradient of w is a sum over tp: `enter` makes it. Else all ranks do identical work, and it is complete."""
         return nn.rms_norm(x_D, enter(w_D, at.axes["tp"]) if at.splits(x_D) else w_D, self.eps, self.offset)
@@ -39,7 +39,7 @@ class LayerNorm:
         """Weight and bias, [D] each."""
         return {"w": Array((dim,), init=Constant(1.0)), "b": Array((dim,), init=Constant(0.0))}
 
-    def __call__(self, x_D: Tensor, w: dict[str, Tensor], at: At) -> Tensor:
+    def __call__(self, x_D: Tensor, w: dict[str, Tensor], at: TokenContext) -> Tensor:
         """`x[B, S, D] -> y[B, S, D]`; gradients as `RMSNorm`'s."""
         w_D, b_D = (enter(w[k], at.axes["tp"]) if at.splits(x_D) else w[k] for k in ("w", "b"))
         return nn.layer_norm(x_D, w_D, b_D, self.eps)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn
+from fmegatron.nn import rope
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Rope:
     dim: int
     theta: float = 10000.0
     interleaved: bool = False
-    scaling: nn.Scaling | None = None
+    scaling: rope.Scaling | None = None
 
     def __post_init__(self):
         if self.dim < 2 or self.dim % 2:

@@ -23,14 +23,15 @@ from torch import Tensor
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, all_gather
-from fmegatron.model.arrays import At
+from fmegatron.model.arrays import TokenContext
 from fmegatron.model.choose import Choice, choose, seen_in
 from fmegatron.model.decoder import Decoder, Part, round_up
 from fmegatron.model.forward import block, known, read_out
 from fmegatron.model.mixer import Slots
 from fmegatron.model.text import Spoken, Tokenizer, hear, texts_of
 from fmegatron.model.weights import block_weights, embedded, gather_weights, prepared
-from fmegatron.step import layer_layout, unstack
+from fmegatron.nn import loss
+from fmegatron.step.layer import layer_layout, unstack
 
 ENDED = -1  # in the place of a token behind the end of a row
 _SHORTEST = 256  # slots of the shortest cache
@@ -135,14 +136,14 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
     return gather_weights({**outer, "blocks": layers}, {**of_outer, "blocks": of_layers}, decoder, axes)
 
 
-def _over(axes: Axes, at: list[At]) -> list[At]:
+def _over(axes: Axes, at: list[TokenContext]) -> list[TokenContext]:
     return [one._replace(axes=axes) for one in at]
 
 
 def _trunk(
     weights: dict,
     tokens_BS: Tensor,
-    at: list[At],
+    at: list[TokenContext],
     decoder: Decoder,
     cache: list[dict] | None = None,
     slots: Slots | None = None,
@@ -152,7 +153,7 @@ def _trunk(
     for depth, (parts, w, at_layer) in enumerate(zip(decoder.blocks, weights["blocks"], at, strict=True)):
         before, behind = {} if cache is None else cache[depth], {}
 
-        def mix(part: Part, u_BSD: Tensor, w: dict, at: At, before=before, behind=behind) -> Any:
+        def mix(part: Part, u_BSD: Tensor, w: dict, at: TokenContext, before=before, behind=behind) -> Any:
             y_BSD, behind[part.name] = part.mixer.read(u_BSD, w, at, before.get(part.name), slots)
             return y_BSD
 
@@ -210,7 +211,7 @@ def token_losses(
     x_BSD, _ = _trunk(weights, tokens_BS, at, decoder)
     logits_BSV, tp = read_out(x_BSD, weights, at[0], decoder), axes["tp"]
     nll_BS, _ = nn.cross_entropy(logits_BSV, labels_BS, tp, decoder.vocab_size)
-    return nll_BS, nn.best(logits_BSV, tp, decoder.vocab_size) == labels_BS
+    return nll_BS, loss.best(logits_BSV, tp, decoder.vocab_size) == labels_BS
 
 
 def stream(

@@ -15,14 +15,16 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from fmegatron import checkpoint, tree
+from fmegatron.checkpoint.manage import tracker
 from fmegatron.collectives import World
-from fmegatron.data.open_tokenizer import load_tokenizer, tokenizer_from
-from fmegatron.files.look import is_directory, is_there, names_in
+from fmegatron.data import open_tokenizer
+from fmegatron.files import disk
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import layouts as layouts_of
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.json_form import described, description
-from fmegatron.model.specs import layouts as layouts_of
 from fmegatron.model.text import Tokenizer
+from fmegatron.tree import structure
 
 _TOKENIZER = "tokenizer.json"
 
@@ -51,13 +53,15 @@ def newest(path: str | os.PathLike) -> str:
     Raises ValueError for a folder that has none.
     """
     for folder in (os.fspath(path), os.path.join(path, "checkpoints")):
-        if not is_directory(folder):
+        if not disk.is_directory(folder):
             continue
-        if (latest := checkpoint.read_latest(folder)) is not None:
+        if (latest := tracker.read_latest(folder)) is not None:
             return os.path.join(folder, latest.path)
-        if any(name.startswith("step_") for name in names_in(folder)) and (steps := checkpoint.Manager(folder).steps()):
+        if any(name.startswith("step_") for name in disk.names_in(folder)) and (
+            steps := checkpoint.Manager(folder).steps()
+        ):
             return checkpoint.Manager(folder).path(steps[-1])
-    if is_there(os.path.join(path, "config.json")):
+    if disk.is_there(os.path.join(path, "config.json")):
         raise ValueError(
             f"{path}: got a folder of Hugging Face, wanted a checkpoint of fmegatron; open it with interop.hf.decoder "
             "and interop.hf.load, and give what they return to model.inference"
@@ -70,7 +74,7 @@ def opened(
     mesh: Mesh | None = None,
     *,
     world: World | None = None,
-    layouts: tree.Tree = None,
+    layouts: structure.Tree = None,
     tokenizer: str | os.PathLike | None = None,
     known: Sequence[type] = (),
     device: str | torch.device | None = None,
@@ -109,13 +113,13 @@ def opened(
 def _tokenizer(where: str, metadata: dict[str, Any], path: str | os.PathLike | None) -> Tokenizer | None:
     wanted = metadata.get("tokenizer")
     if path is None and isinstance(wanted, dict) and "digest" not in wanted:
-        return tokenizer_from(wanted)
+        return open_tokenizer.tokenizer_from(wanted)
     if path is None:
         folders = [Path(where), *Path(where).absolute().parents[:3]]
-        path = next((folder / _TOKENIZER for folder in folders if is_there(str(folder / _TOKENIZER))), None)
+        path = next((folder / _TOKENIZER for folder in folders if disk.is_there(str(folder / _TOKENIZER))), None)
     if path is None:
         return None
-    found = load_tokenizer(path)
+    found = open_tokenizer.load_tokenizer(path)
     if isinstance(wanted, dict) and found.describe() != wanted:
         raise ValueError(
             f"{os.fspath(path)}: got the tokenizer {_short(found.describe())}, wanted that of the checkpoint "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fmegatron import tree
+from fmegatron.tree import structure
 
 _INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 _LONGEST = 3  # of them at the end of a text may become one with the next token
@@ -105,8 +105,8 @@ def texts_of(prompts: Tensor | Sequence[Sequence[int] | Tensor], vocab_size: int
     wrong = [text for text in texts if text.dim() != 1 or text.is_floating_point()]
     if wrong and wrong[0].numel() or not texts:
         raise ValueError(
-            f"prompts: got {tree.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; for "
-            "one text pass [ids]"
+            f"prompts: got {structure.in_words(wrong[0]) if wrong else 'no row'}, wanted a row of ids for each text; "
+            "for one text pass [ids]"
         )
     rows = [text.to("cpu", torch.int64) for text in texts]
     if wrong_ids := [i for row in rows for i in row[(row < 0) | (row >= vocab_size)].tolist()]:

@@ -10,10 +10,11 @@ import torch
 from fmegatron import optim, step
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.model.array_specs import specs
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.forward import loss
-from fmegatron.model.settled import settled
-from fmegatron.model.specs import specs
+from fmegatron.model.post_updates import post_update
+from fmegatron.step import partition
 
 __all__ = ["build"]
 
@@ -27,7 +28,7 @@ def build(
     strategy: str | DataParallel = "hsdp",
     microbatches: int = 1,
     samples: bool = False,
-    save: step.Policy | None = "mincut",
+    save: partition.Policy | None = "mincut",
     twice: bool = False,
 ) -> step.Description:
     """What an experiment that trains a decoder by `model.loss` returns of `describe(config)`.
@@ -66,7 +67,7 @@ def build(
         microbatches=microbatches,
         samples=samples,
         precision=decoder.precision,
-        settle=functools.partial(settled, decoder=decoder),
+        post_update=functools.partial(post_update, decoder=decoder),
         evaluate=held_out,
         twice=twice,
         shards=True,

@@ -9,9 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fmegatron import nn, step, tree
+from fmegatron import nn, tree
 from fmegatron.collectives import Axes
 from fmegatron.model.decoder import Decoder
+from fmegatron.nn import embedding, scaled
+from fmegatron.step import partition
+from fmegatron.step.layer import layer_layout, layer_of, unstack
+from fmegatron.tree import structure
 
 GROUPS = ("blocks", "embed", "head")  # whose gathered weights can be freed after use: each block, the table, the head
 
@@ -31,7 +35,7 @@ def block_weights(
     shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes, reshard_after_forward: bool = True
 ) -> dict:
     """`gather_weights` of one block; what its arrays keep split is another collective."""
-    _, of_arrays, spec = tree.flatten(arrays)
+    _, of_arrays, spec = structure.flatten(arrays)
     kept = [array.kept for array in of_arrays]
     if not any(kept):
         return gather_weights(shards, layouts, decoder, axes, reshard_after_forward)
@@ -44,17 +48,17 @@ def block_weights(
         found = nn.gather_tree(xs, of, axis, how, reshard_after_forward)
         for i, leaf in zip(mine, found, strict=True):
             leaves[i] = leaf
-    return tree.unflatten(spec, leaves)
+    return structure.unflatten(spec, leaves)
 
 
 @contextlib.contextmanager
-def adapted_named(part: str, w: tree.Tree) -> Iterator[None]:
+def adapted_named(part: str, w: structure.Tree) -> Iterator[None]:
     """Where a mixer does with a `nn.LowRank` what only a tensor has, the error says which arrays may be meant."""
     try:
         yield
     except (AttributeError, TypeError) as error:
         if "LowRank" in str(error):
-            whole = tree.map_with_path(
+            whole = structure.map_with_path(
                 lambda path, x: f"{part}/{path}" if isinstance(x, nn.LowRank) else None,
                 w,
                 is_leaf=lambda x: isinstance(x, nn.LowRank),
@@ -69,7 +73,7 @@ def prepared(params: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
     if not wire.scaled or wire.gather is None:
         return params
     stacked = {name: tree.map(lambda _, name=name: name in decoder.stacks, leaf) for name, leaf in layouts.items()}
-    return nn.with_scales(params, layouts, axes, wire.gather, stacked)
+    return scaled.with_scales(params, layouts, axes, wire.gather, stacked)
 
 
 class Weights:
@@ -94,7 +98,7 @@ class Weights:
         layouts: dict,
         decoder: Decoder,
         axes: Axes,
-        save: step.Policy | None = None,
+        save: partition.Policy | None = None,
         offload: int | None = None,
         reshard_after_forward: tuple[str, ...] | None = None,
     ):
@@ -127,16 +131,16 @@ class Weights:
         for name, stack in self.decoder.stacks.items():
             if not wanted & set(stack.depths):
                 continue
-            of_one = tree.map(step.layer_layout, self.layouts[name])
+            of_one = tree.map(layer_layout, self.layouts[name])
             how = {"arrays": stack.arrays, "layouts": of_one, "decoder": self.decoder, "axes": self.axes}
             gather = functools.partial(block_weights, **how, reshard_after_forward="blocks" in self.freed)
-            for depth, layer in zip(stack.depths, step.unstack(self.params[name]), strict=True):
+            for depth, layer in zip(stack.depths, unstack(self.params[name]), strict=True):
                 shards[depth], gathers[depth] = layer, (name, gather)
         ready: dict[tuple, Callable] = {}
         for depth, run in functions:
             name, gather = gathers[depth]
             if (name, run) not in ready:
-                ready[name, run] = step.layer_of(run, gather, self.save, self.offload, "blocks" in self.freed)
+                ready[name, run] = layer_of(run, gather, self.save, self.offload, "blocks" in self.freed)
             yield ready[name, run](shards[depth])
 
 
@@ -151,5 +155,5 @@ def embedded(tokens_BS: Tensor, w: dict, positions: Tensor, decoder: Decoder, ax
         x_BSD = x_BSD * x_BSD.new_full((), decoder.embed_scale)
     if not decoder.positions:
         return x_BSD
-    table_SD = nn.positions(positions, w["positions"], tp, split)
+    table_SD = embedding.positions(positions, w["positions"], tp, split)
     return x_BSD + table_SD.to(x_BSD.dtype)

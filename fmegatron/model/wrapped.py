@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fmegatron.layout import Mesh
-from fmegatron.model.arrays import Arrays, At
+from fmegatron.model.arrays import Arrays, TokenContext
 from fmegatron.model.mixer import Cache, Mixer, Order, Rule, Slots, Widths, require_mixer, require_rates
 from fmegatron.step import Part
-from fmegatron.tree import Tree
+from fmegatron.tree import structure
 
 HOOKS = ("name", "own", "own_rates", "weights", "given", "result")
 # What a subclass may extend, with super(): it belongs to plans and meshes. All else is final: training, generation and
@@ -70,15 +70,15 @@ class Wrapped(Mixer):
         """As `rates`, of its own, which are fields: where `at.draws` is None, nothing is drawn."""
         return {}
 
-    def weights(self, w: dict, own: dict, at: At) -> dict:
+    def weights(self, w: dict, own: dict, at: TokenContext) -> dict:
         """The arrays that the inner mixer is given, of its arrays w."""
         return w
 
-    def given(self, u_BSD: Tensor, own: dict, at: At) -> Tensor:
+    def given(self, u_BSD: Tensor, own: dict, at: TokenContext) -> Tensor:
         """The stream that the inner mixer is given."""
         return u_BSD
 
-    def result(self, y_BSD: Tensor, u_BSD: Tensor, own: dict, at: At) -> Tensor:
+    def result(self, y_BSD: Tensor, u_BSD: Tensor, own: dict, at: TokenContext) -> Tensor:
         """What is added to the stream, of what the inner mixer made (y) and of what came in (u)."""
         return y_BSD
 
@@ -110,18 +110,20 @@ class Wrapped(Mixer):
         require_mixer(self.inner, f"{where}.inner")
         require_rates(self, self.own_rates, where, "own_rates")
 
-    def _through(self, run: Callable, u_BSD: Tensor, w: Any, at: At) -> tuple[Any, Cache]:
+    def _through(self, run: Callable, u_BSD: Tensor, w: Any, at: TokenContext) -> tuple[Any, Cache]:
         inner, own = self._parted(w)
         y, cache = run(self.given(u_BSD, own, at), self.weights(inner, own, at))
         y_BSD, *statistics = y if isinstance(y, tuple) else (y,)
         y_BSD = self.result(y_BSD, u_BSD, own, at)
         return ((y_BSD, *statistics) if statistics else y_BSD), cache
 
-    def __call__(self, u_BSD: Tensor, w: Tree, at: At) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """The inner mixer, between the hooks."""
         return self._through(lambda u, w: (self.inner(u, w, at), None), u_BSD, w, at)[0]
 
-    def read(self, u_BSD: Tensor, w: Tree, at: At, cache: Cache, slots: Slots | None) -> tuple[Any, Cache]:
+    def read(
+        self, u_BSD: Tensor, w: structure.Tree, at: TokenContext, cache: Cache, slots: Slots | None
+    ) -> tuple[Any, Cache]:
         """`Mixer.read` of the inner mixer, between the hooks."""
         return self._through(lambda u, w: self.inner.read(u, w, at, cache, slots), u_BSD, w, at)
 
@@ -129,10 +131,10 @@ class Wrapped(Mixer):
         """That of the inner mixer."""
         return self.inner.new_cache(one, rows, slots)
 
-    def settle(self, w: dict, statistics: dict[str, Tensor]) -> dict:
+    def post_update(self, w: dict, statistics: dict[str, Tensor]) -> dict:
         """The inner mixer's arrays are set, its own stay."""
         inner, own = self._parted(w)
-        found = self.inner.settle(inner, statistics)
+        found = self.inner.post_update(inner, statistics)
         return {**found, self.name: own} if own else found
 
     def losses(self, statistics: dict[str, Tensor], tokens: Tensor | int) -> dict[str, Part]:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from fmegatron.nn.attention import over_heads, soft_cap
+from fmegatron.nn.dense_attention import over_heads, soft_cap
 from fmegatron.nn.torch_private import flash_on_cpu, flash_on_cpu_backward
 
 __all__ = ["attention_with_lse", "block", "block_backward", "merged", "skips_hidden"]

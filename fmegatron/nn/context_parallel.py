@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron import layout
-from fmegatron.collectives import Axes, Axis, all_gather, all_to_all, all_to_all_many, axis_index, declare, ppermute
-from fmegatron.nn.attention import Causal, attention, visible
+from fmegatron.collectives import Axes, all_gather, all_to_all, axes, axis_index, ops, ppermute
+from fmegatron.layout.zigzag import zigzag as zigzag_of_layout
 from fmegatron.nn.attention_blocks import block, block_backward, merged, skips_hidden
+from fmegatron.nn.dense_attention import Causal, attention, visible
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
 
@@ -32,7 +32,7 @@ def ring_attention(
     k_BSGK: Tensor,
     v_BSGK: Tensor,
     causal: Causal,
-    cp: Axis,
+    cp: axes.Axis,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -72,7 +72,7 @@ def ring_attention(
     how = _Ring(cp, window, balanced, masked, softcap, whole)
     at = _stacked(positions, documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
-    return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)
+    return ops.declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)
 
 
 def gathered_attention(
@@ -80,7 +80,7 @@ def gathered_attention(
     k_BSGK: Tensor,
     v_BSGK: Tensor,
     causal: Causal,
-    cp: Axis,
+    cp: axes.Axis,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
@@ -101,10 +101,10 @@ def ulysses_attention(
     k_BSGK: Tensor,
     v_BSGK: Tensor,
     causal: Causal,
-    cp: Axis,
+    cp: axes.Axis,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
-    tp: Axis | None = None,
+    tp: axes.Axis | None = None,
 ) -> Tensor:
     """The same with heads exchanged for positions: each rank has all positions of H/n heads, then its own of all.
 
@@ -118,7 +118,9 @@ def ulysses_attention(
     return _exchanged((q_BSHK, k_BSGK, v_BSGK), causal, cp, local, sinks_H, tp, in_memory)
 
 
-def _exchanged(qkv, causal: Causal, cp: Axis, local: Callable[..., Tensor], sinks_H, tp: Axis | None, in_memory: bool):
+def _exchanged(
+    qkv, causal: Causal, cp: axes.Axis, local: Callable[..., Tensor], sinks_H, tp: axes.Axis | None, in_memory: bool
+):
     """Attention `local(q, k, v, causal, sinks_H=)` of heads exchanged over cp for positions. in_memory: with scores."""
     q_BSHK, k_BSGK, v_BSGK = qkv
     n, heads, groups = cp.size, q_BSHK.shape[2], k_BSGK.shape[2]
@@ -131,10 +133,10 @@ def _exchanged(qkv, causal: Causal, cp: Axis, local: Callable[..., Tensor], sink
         return local(q_BSHK, k_BSGK, v_BSGK, causal, sinks_H=sinks_H)
     if groups % n:
         k_BSGK, v_BSGK = (x.repeat_interleave(n // groups, 2) for x in (k_BSGK, v_BSGK))
-    q_BTHK, k_BTGK, v_BTGK = all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
+    q_BTHK, k_BTGK, v_BTGK = ops.all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
     if k_BTGK.shape[2] == 1 and in_memory:
         for axis in (cp,) if tp is None else (tp, cp):
-            k_BTGK, v_BTGK = (declare(x, axis, backward=("sharded", 2)) for x in (k_BTGK, v_BTGK))
+            k_BTGK, v_BTGK = (ops.declare(x, axis, backward=("sharded", 2)) for x in (k_BTGK, v_BTGK))
     sinks_H = None if sinks_H is None else _of_heads(sinks_H, cp, tp)
     positions, documents = all_gather(causal.positions, cp, -1), _gathered(causal.documents, cp)
     causal = causal._replace(positions=positions, documents=documents)
@@ -168,7 +170,7 @@ def zigzag(length: int, n: int) -> Tensor:
     `x[:, order]` deals a batch so: tokens, labels, positions and documents alike.
     Raises ValueError for a length that 2n does not divide.
     """
-    return torch.cat([torch.arange(start, stop) for start, stop in layout.zigzag(length, n)])
+    return torch.cat([torch.arange(start, stop) for start, stop in zigzag_of_layout(length, n)])
 
 
 def _local(q_BSHK, k_BSGK, v_BSGK, causal: Causal, softcap=None, sinks_H=None) -> Tensor:
@@ -177,20 +179,20 @@ def _local(q_BSHK, k_BSGK, v_BSGK, causal: Causal, softcap=None, sinks_H=None) -
     return attention(q_BSHK, k_BSGK, v_BSGK, mask, softcap=softcap, sinks_H=sinks_H)
 
 
-def _of_heads(sinks_H: Tensor, cp: Axis, tp: Axis | None) -> Tensor:
+def _of_heads(sinks_H: Tensor, cp: axes.Axis, tp: axes.Axis | None) -> Tensor:
     """Those of the heads that this rank gets; their gradient is its term, 0 for the others.
 
     Of a gradient for parts of parts sizes tell another order of the axes: it is the rank's own, in the place that its
     sinks had.
     """
     if tp is not None:
-        sinks_H = declare(declare(sinks_H, tp, backward=("sharded", 0)), tp, backward="own")
-    sinks_NH = declare(sinks_H, cp, backward="partial").unflatten(0, (cp.size, -1))
+        sinks_H = ops.declare(ops.declare(sinks_H, tp, backward=("sharded", 0)), tp, backward="own")
+    sinks_NH = ops.declare(sinks_H, cp, backward="partial").unflatten(0, (cp.size, -1))
     own_H = sinks_NH.index_select(0, axis_index(cp, like=sinks_H).view(1)).squeeze(0)
-    return declare(own_H, cp, ("sharded", 0))
+    return ops.declare(own_H, cp, ("sharded", 0))
 
 
-def _gathered(documents: Tensor | None, cp: Axis) -> Tensor | None:
+def _gathered(documents: Tensor | None, cp: axes.Axis) -> Tensor | None:
     return None if documents is None else all_gather(documents, cp, -1)
 
 
@@ -206,7 +208,7 @@ class _Ring:
     """masked: whether masks are made of positions and documents, or none is needed but the diagonal's. whole: whether
     both chunks of a rank's own keys are one causal block, as good as the three of four parts that it sees."""
 
-    cp: Axis
+    cp: axes.Axis
     window: int | None
     balanced: bool
     masked: bool
@@ -235,7 +237,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, at, how: _Ring):
         ctx.how, found = how, []
         if how.balanced:  # its two chunks are no part of the sequence in any layout
-            q, at = (declare(x, how.cp, "own", 2) for x in (q, at))
+            q, at = (ops.declare(x, how.cp, "own", 2) for x in (q, at))
         for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
             keys = *kv.split((k.shape[-1], v.shape[-1]), -1), at_k
             found = (_balanced if how.balanced else _plain)(how, hop, found, (q, at), keys)
@@ -251,25 +253,25 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, sinks, at, o, lse = ctx.saved_tensors
         how, widths = ctx.how, (k.shape[-1], v.shape[-1])
-        do = declare(do, how.cp, "own", 2) if how.balanced else do
+        do = ops.declare(do, how.cp, "own", 2) if how.balanced else do
         dq: Any = 0.0
         dkv: Any = 0.0
         dsinks = None
         if sinks is not None:  # a key of value 0: p (0 - do o)
             of_tokens_BHS = (sinks.to(lse.dtype)[:, None] - lse).exp() * (_wide(do) * o).sum(-1)
-            dsinks = -declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
+            dsinks = -ops.declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
         for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
             rows, keys = (q, at, do, o, lse), (*kv.split(widths, -1), at_k)
             dq_now, *dkv_now = (_balanced_backward if how.balanced else _plain_backward)(how, hop, rows, keys)
             dq = dq + dq_now
             dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after the last block one hop more: home
         found = zip((dq, *dkv.split(widths, -1)), (q, k, v), strict=True)
-        return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None
+        return *(ops.declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None
 
 
 def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:
-    kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)
-    return kv, declare(at, how.cp, "own", 2) if how.masked else at
+    kv = ops.declare(torch.cat((k, v), -1), how.cp, "own", 2)
+    return kv, ops.declare(at, how.cp, "own", 2) if how.masked else at
 
 
 def _wide(x: Tensor) -> Tensor:

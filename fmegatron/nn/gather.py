@@ -6,21 +6,23 @@ import contextlib
 from typing import Any
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, Axis, Place, Wire, all_gather_many
+from fmegatron.collectives import Axes, ops, places
+from fmegatron.collectives.axes import Axis
 from fmegatron.collectives.kept import kept
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
 from fmegatron.nn.scaled import Scaled
 from fmegatron.nn.weight import of_products
-from fmegatron.tree import Tree
+from fmegatron.tree import structure
 
 
 def gather_tree(
-    shards: Tree,
-    layouts: Tree | None = None,
+    shards: structure.Tree,
+    layouts: structure.Tree | None = None,
     axis: Axis | None = None,
-    wire: Wire | Tree = Wire(),  # noqa: B008  a frozen value
+    wire: Wire | structure.Tree = Wire(),  # noqa: B008  a frozen value
     reshard_after_forward: bool = True,
-) -> Tree:
+) -> structure.Tree:
     """The same tree with every leaf that is sharded over `axis` made whole along it; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> w[D, F_tp]`, for all leaves at once, whatever their dtypes and wherever the axis splits them:
@@ -51,7 +53,7 @@ def gather_tree(
         axis = axes[axes.data]
     axis.require(layouts, "gather_tree")
     nodes = layouts
-    paths, layouts, spec = tree.flatten(layouts)
+    paths, layouts, spec = structure.flatten(layouts)
     leaves: list[Any] = spec.flatten_up_to(shards)
     scales = [leaf.scale if isinstance(leaf, Scaled) else None for leaf in leaves]
     leaves = [leaf.value if isinstance(leaf, Scaled) else leaf for leaf in leaves]
@@ -65,10 +67,10 @@ def gather_tree(
         places = [_place(paths[i], layouts[i], names) for i in mine]
         xs, of_each = [leaves[i] for i in mine], ([wires[i] for i in mine], [scales[i] for i in mine])
         with contextlib.nullcontext() if reshard_after_forward else kept():
-            whole = all_gather_many(xs, axis.only(names), places, *of_each)
+            whole = ops.all_gather_many(xs, axis.only(names), places, *of_each)
         for i, x in zip(mine, whole, strict=True):
             leaves[i] = x
-    return of_products(tree.unflatten(spec, leaves), nodes, axis)
+    return of_products(structure.unflatten(spec, leaves), nodes, axis)
 
 
 def _axes_of(layout: Layout, axis: Axis) -> tuple[str, ...]:
@@ -81,10 +83,10 @@ def _axes_of(layout: Layout, axis: Axis) -> tuple[str, ...]:
     return ordered if kept else tuple(found)
 
 
-def _place(path: str, layout: Layout, names: tuple[str, ...]) -> Place | int:
+def _place(path: str, layout: Layout, names: tuple[str, ...]) -> places.Place | int:
     if not names:
         return 0  # only cast
     try:
-        return Place.of(layout, names)
+        return places.Place.of(layout, names)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

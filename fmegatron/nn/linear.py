@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from fmegatron.collectives import Axis, all_gather, enter, psum, reduce_scatter
+from fmegatron.collectives import all_gather, axes, enter, psum, reduce_scatter
 from fmegatron.nn.weight import Weight, matmul
 
 
-def column_parallel(x_BSD: Tensor, w_DF: Weight, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+def column_parallel(x_BSD: Tensor, w_DF: Weight, tp: axes.Axis, sequence_parallel: bool = False) -> Tensor:
     """x @ w with w's columns split over tp: every rank makes its own part of the output.
 
     `x[B, S, D]@R(tp), w[D, F_tp] -> y[B, S, F_tp]`; with sequence_parallel `x[B, S_tp, D] -> y[B, S, F_tp]`.
@@ -18,7 +18,7 @@ def column_parallel(x_BSD: Tensor, w_DF: Weight, tp: Axis, sequence_parallel: bo
     return matmul(x_BSD, w_DF)
 
 
-def row_parallel(x_BSF: Tensor, w_FD: Weight, tp: Axis, sequence_parallel: bool = False) -> Tensor:
+def row_parallel(x_BSF: Tensor, w_FD: Weight, tp: axes.Axis, sequence_parallel: bool = False) -> Tensor:
     """x @ w with w's rows split over tp: the product is a sum over ranks.
 
     `x[B, S, F_tp], w[F_tp, D] -> y[B, S, D]@R(tp)`; with sequence_parallel `-> y[B, S_tp, D]`.

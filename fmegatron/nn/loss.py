@@ -5,14 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from fmegatron.collectives import Axis, all_gather, axis_index, declare, pmax, psum
-from fmegatron.nn.attention import soft_cap
-from fmegatron.nn.embed import local_ids
+from fmegatron.collectives import all_gather, axes, axis_index, ops, pmax, psum
+from fmegatron.nn.dense_attention import soft_cap
+from fmegatron.nn.embedding import local_ids
 from fmegatron.nn.weight import Weight, dense
 
 
 def cross_entropy(
-    logits_BSV: Tensor, labels_BS: Tensor, tp: Axis, vocab_size: int | None = None
+    logits_BSV: Tensor, labels_BS: Tensor, tp: axes.Axis, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Token losses and log-normalisers of logits that are split over tp by vocabulary: (nll[B, S], lse[B, S]).
 
@@ -28,7 +28,7 @@ def cross_entropy(
     return _CrossEntropy.apply(logits_BSV, labels_BS, tp, vocab_size)
 
 
-def _real_columns(logits: Tensor, tp: Axis, vocab_size: int | None) -> Tensor | None:
+def _real_columns(logits: Tensor, tp: axes.Axis, vocab_size: int | None) -> Tensor | None:
     """Which of this rank's columns are vocabulary and not padding, or None when all are."""
     columns = logits.shape[-1]
     if vocab_size is None or vocab_size == columns * tp.size:
@@ -58,7 +58,9 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             own = (ids >= 0) & (ids < logits.shape[-1])
             label = logits.gather(-1, ids.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1).to(z.dtype)
-            label = declare(label * own.to(z.dtype), tp, forward="partial")  # its owner adds the logit, the others zero
+            label = ops.declare(
+                label * own.to(z.dtype), tp, forward="partial"
+            )  # its owner adds the logit, the others zero
             total, label = psum(torch.stack((total, label)), tp).unbind(0)
         lse = top + total.log()
         ctx.save_for_backward(logits, ids, lse)
@@ -75,10 +77,10 @@ class _CrossEntropy(torch.autograd.Function):
         if dnll is not None:
             columns = torch.arange(logits.shape[-1], device=logits.device)
             grad = grad - torch.where(columns == ids[..., None], dnll[..., None], 0.0)
-        return declare(grad.to(logits.dtype), ctx.tp, forward=("sharded", logits.dim() - 1)), None, None, None
+        return ops.declare(grad.to(logits.dtype), ctx.tp, forward=("sharded", logits.dim() - 1)), None, None, None
 
 
-def best(logits_BSV: Tensor, tp: Axis, vocab_size: int | None = None) -> Tensor:
+def best(logits_BSV: Tensor, tp: axes.Axis, vocab_size: int | None = None) -> Tensor:
     """The token with the largest logit, of equal ones the first: `logits[B, S, V_tp] -> ids[B, S]@R(tp)`, int64.
 
     One all_gather of two numbers per token and rank of tp. Columns at or beyond `vocab_size` (global count) are masked.
@@ -88,7 +90,7 @@ def best(logits_BSV: Tensor, tp: Axis, vocab_size: int | None = None) -> Tensor:
     if tp.size == 1:
         return id_BS
     id_BS = id_BS + axis_index(tp, like=id_BS) * columns
-    tops, ids = (all_gather(declare(x[..., None], tp, ("sharded", 2), "own"), tp, 2) for x in (top_BS, id_BS))
+    tops, ids = (all_gather(ops.declare(x[..., None], tp, ("sharded", 2), "own"), tp, 2) for x in (top_BS, id_BS))
     return ids.gather(-1, tops.argmax(-1, keepdim=True)).squeeze(-1)
 
 
@@ -97,7 +99,7 @@ def chunked_cross_entropy(
     x_BSD: Tensor,
     head_DV: Weight,
     labels_BS: Tensor,
-    tp: Axis,
+    tp: axes.Axis,
     vocab_size: int | None = None,
     *,
     chunks: int,
@@ -148,7 +150,7 @@ class _Chunked(torch.autograd.Function):
         if tp.size > 1:
             own = (ids >= 0) & (ids < columns)
             label = torch.where(own, label, 0.0)  # its owner adds the logit, the others zero
-            total, label = psum(declare(torch.stack((total, label)), tp, forward="partial"), tp).unbind(0)
+            total, label = psum(ops.declare(torch.stack((total, label)), tp, forward="partial"), tp).unbind(0)
         lse = top + total.log()
         ctx.save_for_backward(x, head, ids, lse)
         ctx.given = tp, vocab_size, chunks, cap
@@ -168,7 +170,7 @@ class _Chunked(torch.autograd.Function):
             hot_BSV = torch.where(columns == ids_BS[..., None], dnll_BS[..., None], 0.0)
             g_BSV = softmax_BSV * both_BS[..., None] - hot_BSV
             g_BSV = g_BSV if cap is None else g_BSV * (1 - (y_BSV.to(g_BSV.dtype) / cap).square())
-            g_BSV = declare(g_BSV.to(head.dtype), tp, forward=("sharded", 2))
+            g_BSV = ops.declare(g_BSV.to(head.dtype), tp, forward=("sharded", 2))
             dx.append(g_BSV @ head.t())
             dhead = dhead + x_BSD.flatten(0, 1).t() @ g_BSV.flatten(0, 1)
         return _joined(dx, x.shape), dhead, None, None, None, None, None

@@ -5,7 +5,7 @@ from types import MappingProxyType
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron.collectives import Axis
+from fmegatron.collectives import axes
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.weight import Weight
 
@@ -24,7 +24,7 @@ def gated_mlp(
     x_BSD: Tensor,
     gate_up_D2F: Weight,
     down_FD: Weight,
-    tp: Axis,
+    tp: axes.Axis,
     sequence_parallel: bool = False,
     activation: str = "silu",
 ) -> Tensor:

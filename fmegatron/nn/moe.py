@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fmegatron import tree
-from fmegatron.collectives import Axis, all_to_all, all_to_all_rows, declare, psum
-from fmegatron.nn.router import Routing
-from fmegatron.tree import Tree
+from fmegatron.collectives import all_to_all, axes, ops, psum
+from fmegatron.nn.routing import Routing
+from fmegatron.tree import structure
 
 __all__ = ["Apply", "dropless", "expert_weights", "most_rows", "with_capacity"]
 
@@ -27,7 +27,7 @@ __all__ = ["Apply", "dropless", "expert_weights", "most_rows", "with_capacity"]
 class Apply(Protocol):
     """apply(w, x[M, D], ends[X], expert[M]) -> y[M, D]: this rank's experts on rows that are sorted by expert."""
 
-    def __call__(self, w: Tree, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, /) -> Tensor:
+    def __call__(self, w: structure.Tree, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, /) -> Tensor:
         """w: weights. ends: int32, where the rows of each expert end (`nn.grouped_matmul`). expert: of each
         row, in [0, X).
 
@@ -36,21 +36,21 @@ class Apply(Protocol):
         ...
 
 
-def most_rows(tokens: int, ep: Axis, top_k: int, experts: int) -> int:
+def most_rows(tokens: int, ep: axes.Axis, top_k: int, experts: int) -> int:
     """Rows of experts that one rank has at most: all tokens of all ranks of ep choose as many of its experts as they
     can. tokens: of one rank."""
     return ep.size * tokens * min(top_k, experts // ep.size)
 
 
-def expert_weights(w: Tree, ep: Axis, token_axes: Axis) -> Tree:
+def expert_weights(w: structure.Tree, ep: axes.Axis, token_axes: axes.Axis) -> structure.Tree:
     """The weights of this rank's experts `w[X, ...]`, for rows of all ranks of ep: their gradient is complete over ep,
     and a pending sum over the other ones of the axes that split the tokens. Of a number for all
     experts it is such a sum over ep, too."""
     rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names))
 
     def one(x: Tensor) -> Tensor:
-        of_experts = declare(x, ep, backward=("sharded", 0) if x.dim() else "partial")
-        return declare(of_experts, rest, backward="partial")
+        of_experts = ops.declare(x, ep, backward=("sharded", 0) if x.dim() else "partial")
+        return ops.declare(of_experts, rest, backward="partial")
 
     return tree.map(one, w)
 
@@ -128,11 +128,11 @@ def _to_experts(local_RK: Tensor, counts_X: Tensor, places: int) -> tuple[_Index
 def dropless(
     x_BSD: Tensor,
     routing: Routing,
-    w: Tree,
+    w: structure.Tree,
     apply: Apply,
-    ep: Axis,
-    data: Axis,
-    sequence: Axis,
+    ep: axes.Axis,
+    data: axes.Axis,
+    sequence: axes.Axis,
     rows: int | None = None,
     chunks: int = 1,
     remat: Callable[[Callable], Callable] | None = None,
@@ -182,7 +182,7 @@ def dropless(
 
 
 def _one_chunk(
-    x_TD: Tensor, weights: dict, experts_TK: Tensor, *, apply: Apply, experts: int, ep: Axis, rows: int
+    x_TD: Tensor, weights: dict, experts_TK: Tensor, *, apply: Apply, experts: int, ep: axes.Axis, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y[T, D], rows for which there was no room, rows given to the exchange) of this rank's tokens."""
     (T, K), n, gates_TK = experts_TK.shape, ep.size, weights["gates"]
@@ -201,9 +201,9 @@ def _one_chunk(
     gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)
     R = min(rows, n * T)
     leave = (_taken(x_TD, index), gates_AK, local_AK)
-    came_RD, gates_RK, local_RK = [all_to_all_rows(v, send_n, recv_n, ep, R) for v in leave]
+    came_RD, gates_RK, local_RK = [ops.all_to_all_rows(v, send_n, recv_n, ep, R) for v in leave]
     y_RD, needed = _through(came_RD, gates_RK, local_RK, X, weights["w"], apply, rows)
-    y_TD = _summed(all_to_all_rows(y_RD, recv_n, send_n, ep, index.row_A.shape[0]), index)
+    y_TD = _summed(ops.all_to_all_rows(y_RD, recv_n, send_n, ep, index.row_A.shape[0]), index)
     return y_TD, torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0), send_n.sum()
 
 
@@ -226,10 +226,10 @@ def _expert_of_rows(ends_X: Tensor, rows: int) -> Tensor:
 def with_capacity(
     x_BSD: Tensor,
     routing: Routing,
-    w: Tree,
+    w: structure.Tree,
     apply: Apply,
-    ep: Axis,
-    data: Axis,
+    ep: axes.Axis,
+    data: axes.Axis,
     capacity: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """As `dropless`, but an expert takes at most `capacity` tokens of a sequence, those with the largest gates.
@@ -253,7 +253,7 @@ def with_capacity(
     _require_experts(experts, ep, data, data.only(()))
     if not 1 <= C <= S:
         raise ValueError(f"with_capacity: got capacity={C}, wanted 1 to {S}, the tokens of a sequence")
-    x_BSD, gates_BSK, experts_BSK = (declare(v, data, "own", 0) for v in (x_BSD, gates_BSK, experts_BSK))
+    x_BSD, gates_BSK, experts_BSK = (ops.declare(v, data, "own", 0) for v in (x_BSD, gates_BSK, experts_BSK))
     hot_BSKE = experts_BSK[..., None] == torch.arange(experts, device=x_BSD.device)
     gates_BSE = torch.where(hot_BSKE, gates_BSK[..., None], 0).sum(2)
     rank_BSE = torch.where(hot_BSKE.any(2), gates_BSE.detach(), -torch.inf)
@@ -270,23 +270,23 @@ def with_capacity(
     gated_FD = (back_ERD * gates_ER[..., None].to(back_ERD.dtype)).flatten(0, 1)
     y_BSD = gated_FD.new_zeros(B * S, D).index_add(0, token_F, gated_FD).view(B, S, D)
     dropped = experts_BSK.numel() - taken_BCE.sum()
-    return declare(y_BSD, data, ("sharded", 0)), {"dropped": declare(dropped, data, "partial")}
+    return ops.declare(y_BSD, data, ("sharded", 0)), {"dropped": ops.declare(dropped, data, "partial")}
 
 
 # ---- borders ---------------------------------------------------------------------------------------------------------
-def _own(x_BS: Tensor, data: Axis, sequence: Axis) -> Tensor:
-    return declare(declare(x_BS, data, "own", 0), sequence, "own", 1)
+def _own(x_BS: Tensor, data: axes.Axis, sequence: axes.Axis) -> Tensor:
+    return ops.declare(ops.declare(x_BS, data, "own", 0), sequence, "own", 1)
 
 
-def _sharded(x_BS: Tensor, data: Axis, sequence: Axis) -> Tensor:
-    return declare(declare(x_BS, data, ("sharded", 0)), sequence, ("sharded", 1))
+def _sharded(x_BS: Tensor, data: axes.Axis, sequence: axes.Axis) -> Tensor:
+    return ops.declare(ops.declare(x_BS, data, ("sharded", 0)), sequence, ("sharded", 1))
 
 
-def _terms(x: Tensor, data: Axis, sequence: Axis) -> Tensor:
-    return declare(declare(x, data, "partial"), sequence, "partial")
+def _terms(x: Tensor, data: axes.Axis, sequence: axes.Axis) -> Tensor:
+    return ops.declare(ops.declare(x, data, "partial"), sequence, "partial")
 
 
-def _require_experts(experts: int, ep: Axis, data: Axis, sequence: Axis) -> None:
+def _require_experts(experts: int, ep: axes.Axis, data: axes.Axis, sequence: axes.Axis) -> None:
     if experts % ep.size:
         raise ValueError(
             f"moe: got {experts} experts over {ep} of size {ep.size}, wanted as many on each rank; choose an ep that "

@@ -1,6 +1,6 @@
 """Dropout, uniform and normal numbers by keys: the same on every mesh, compiled or not, forward and recomputed.
 
-    def loss_fn(params, batch, samples):  # step.build_train_step(..., numbered=True)
+    def loss_fn(params, batch, samples):  # step.build_train_step(..., with_sample_ids=True)
         ...
         x_BSF = nn.dropout(x_BSF, 0.1, key=tree.fold_in(seed, "mlp", layer), count=samples, layout=hidden)
 
@@ -131,4 +131,4 @@ def _require_floating(x: Tensor, who: str) -> None:
 
 def _words(x: Tensor, what: str, key: int, count: Tensor, layout: Layout | None) -> Tensor:
     """Random words of a stream of this kind of numbers: one key for two of them gives different ones."""
-    return random_words(key, what, count, x, layout, None if layout is None else Axes(layout.mesh))
+    return random_words.random_words(key, what, count, x, layout, None if layout is None else Axes(layout.mesh))

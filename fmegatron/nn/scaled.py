@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, largest_of, pmax
-from fmegatron.tree import Tree
+from fmegatron.collectives import Axes, pmax, wires
+from fmegatron.tree import structure
 
 
 class Scaled(NamedTuple):
@@ -22,7 +22,13 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-def with_scales(shards: Tree, layouts: Tree, axes: Axes, dtype: torch.dtype, stacked: bool | Tree = False) -> Tree:
+def with_scales(
+    shards: structure.Tree,
+    layouts: structure.Tree,
+    axes: Axes,
+    dtype: torch.dtype,
+    stacked: bool | structure.Tree = False,
+) -> structure.Tree:
     """Every array of two or more dims becomes `Scaled` for `dtype`; other leaves stay as they are.
 
     `w[D_fsdp, F_tp] -> (w, max |w| / largest number of dtype)`, the maximum over all ranks: one pmax of a vector for
@@ -36,7 +42,7 @@ def with_scales(shards: Tree, layouts: Tree, axes: Axes, dtype: torch.dtype, sta
         stacked: whether the first dim of an array is one of layers that get a scale each; a bool or a tree of them.
     """
     axes.require(layouts, "with_scales")
-    _, layout_leaves, spec = tree.flatten(layouts)
+    _, layout_leaves, spec = structure.flatten(layouts)
     leaves: list[Any] = spec.flatten_up_to(shards)
     stack = [stacked] * len(leaves) if isinstance(stacked, bool) else tree.leaves(stacked)
     dims = [len(layout.shape) - is_stacked for layout, is_stacked in zip(layout_leaves, stack, strict=True)]
@@ -46,11 +52,11 @@ def with_scales(shards: Tree, layouts: Tree, axes: Axes, dtype: torch.dtype, sta
             groups.setdefault(layout.sharded, []).append(i)
     for names, mine in groups.items():
         own = [_largest(leaves[i].detach(), stack[i]) for i in mine]
-        found = pmax(torch.cat(own), axes[names]) / largest_of(dtype)
+        found = pmax(torch.cat(own), axes[names]) / wires.largest_of(dtype)
         found = torch.where(found > 0, found, 1.0).split([x.numel() for x in own])
         for i, scale in zip(mine, found, strict=True):
             leaves[i] = Scaled(leaves[i], scale if stack[i] else scale.view(()))
-    return tree.unflatten(spec, leaves)
+    return structure.unflatten(spec, leaves)
 
 
 def _largest(x: Tensor, stacked: bool) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmegatron.collectives import Axis, all_gather, axis_index, declare, enter, ppermute, psum
+from fmegatron.collectives import all_gather, axes, axis_index, enter, ops, ppermute, psum
 
 
 def segments(documents_BS: Tensor, before_B: Tensor | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def segments(documents_BS: Tensor, before_B: Tensor | None = None) -> Tensor:
     return began_BS.to(torch.int64).cumsum(1)
 
 
-def from_before(x: Tensor, cp: Axis, count: int) -> Tensor:
+def from_before(x: Tensor, cp: axes.Axis, count: int) -> Tensor:
     """The last `count` entries of dim 1 of the rank before, zeros on the first: `x[B, S_cp, ...] -> y[B, count, ...]`.
 
     Each rank's own; transpose: the gradient goes home. ValueError for ranks that have fewer.
@@ -33,7 +33,7 @@ def from_before(x: Tensor, cp: Axis, count: int) -> Tensor:
             f"from_before: got {x.shape[1]} tokens on each rank of cp={cp.size}, wanted {count} or more, which the "
             "next rank needs; give longer sequences, or a smaller cp"
         )
-    came = ppermute(declare(x, cp, "own", 1)[:, x.shape[1] - count :], cp, 1)
+    came = ppermute(ops.declare(x, cp, "own", 1)[:, x.shape[1] - count :], cp, 1)
     return torch.where(axis_index(cp, like=came) > 0, came, torch.zeros_like(came))
 
 
@@ -79,11 +79,11 @@ def ssd(
     c_BSGN: Tensor,
     *,
     chunk: int,
-    tp: Axis,
+    tp: axes.Axis,
     grouped: bool,
     segments_BS: Tensor | None = None,
     state_BHPN: Tensor | None = None,
-    cp: Axis | None = None,
+    cp: axes.Axis | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scan of Mamba-2: `h[t] = exp(dt a) h[t-1] + dt x b^T, y[t] = h[t] c` for each head -> (y, the last h).
 
@@ -116,10 +116,10 @@ def ssd(
         return F.pad(x.to(wide), (*rest, 0, pad)).unflatten(1, (K, L)).transpose(2, 3)
 
     def of_groups(x: Tensor) -> Tensor:  # one group of this rank leaves no trace in sizes, so it is declared
-        return declare(x, tp, ("sharded", 2), ("sharded", 2)) if grouped and G == 1 else x
+        return ops.declare(x, tp, ("sharded", 2), ("sharded", 2)) if grouped and G == 1 else x
 
     def shared(x: Tensor) -> Tensor:  # every rank has the group, and other heads that read it
-        return x if grouped else declare(x, tp, backward="partial")
+        return x if grouped else ops.declare(x, tp, backward="partial")
 
     dt_BSH = dt_BSH.to(wide)
     v_BKHLP, b_BKGLN, c_BKGLN = map(chunks, (x_BSHP.to(wide) * dt_BSH[..., None], b_BSGN, c_BSGN))
@@ -173,7 +173,7 @@ def ssd(
     return y_BSHP.to(x_BSHP.dtype), states_BKHPN[:, -1]
 
 
-def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis, tp: Axis) -> Tensor:
+def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: axes.Axis, tp: axes.Axis) -> Tensor:
     """What enters each rank: of the ranks before it their states[B, H, X], as far as decays and documents let them.
 
     left_BH: logarithm of what a rank leaves of a state. began_B: how many documents begin in it, in the dtype of both.
@@ -181,7 +181,7 @@ def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis, tp:
     """
 
     def of_all(x: Tensor) -> Tensor:
-        return all_gather(declare(x[None], cp, ("sharded", 0), "own"), cp, 0)
+        return all_gather(ops.declare(x[None], cp, ("sharded", 0), "own"), cp, 0)
 
     n = cp.size
     final_RBHX, upto_RBH, began_RB = of_all(final_BHX), of_all(left_BH).cumsum(0), of_all(began_B.detach()).cumsum(0)
@@ -191,8 +191,10 @@ def _entering(final_BHX: Tensor, left_BH: Tensor, began_B: Tensor, cp: Axis, tp:
     between_RRBH = (upto_RBH[:-1, None] - upto_RBH[None, 1:]).masked_fill(~alive_RRB[..., None], -torch.inf).exp()
     entering_RBHX = (between_RRBH.permute(2, 3, 0, 1) @ final_RBHX.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
     own = entering_RBHX.index_select(0, axis_index(cp, like=entering_RBHX).view(1))
-    of_rank_BHX = declare(declare(own, cp, ("sharded", 0), ("sharded", 0)), cp, "own", 0).squeeze(0)
-    return declare(of_rank_BHX, tp, ("sharded", 1), ("sharded", 1))  # heads, of which one group leaves no trace behind
+    of_rank_BHX = ops.declare(ops.declare(own, cp, ("sharded", 0), ("sharded", 0)), cp, "own", 0).squeeze(0)
+    return ops.declare(
+        of_rank_BHX, tp, ("sharded", 1), ("sharded", 1)
+    )  # heads, of which one group leaves no trace behind
 
 
 def ssd_step(
@@ -207,7 +209,9 @@ def ssd_step(
     return (state_BHPN @ c_BHN[..., None]).squeeze(-1).to(x_BHP.dtype), state_BHPN
 
 
-def gated_rms_norm(x_C: Tensor, gate_C: Tensor, weight_C: Tensor, groups: int, tp: Axis, eps: float = 1e-5) -> Tensor:
+def gated_rms_norm(
+    x_C: Tensor, gate_C: Tensor, weight_C: Tensor, groups: int, tp: axes.Axis, eps: float = 1e-5
+) -> Tensor:
     """`rms_norm(x silu(gate))`, each of `groups` parts of the channels for itself: `x[..., C_tp] -> y[..., C_tp]`.
 
     Where tp splits the groups, no communication; one group is normalised by one psum of a number per token, whose

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, Axis, enter
+from fmegatron.collectives import Axes, axes, enter
 from fmegatron.nn.grouped import grouped_mm
 from fmegatron.nn.scaled import Scaled
+from fmegatron.tree import structure
 
 __all__ = ["LowRank", "Pair", "Weight", "dense", "entered", "grouped_matmul", "matmul"]
 
@@ -24,8 +25,8 @@ class Pair(NamedTuple):
     """Two factors of a matrix [.., D, F]: a [.., D, r] and b [.., r, F], tensors, or layouts or specs of them. (lora_A
     and lora_B of PEFT, transposed.)"""
 
-    a: tree.Tree
-    b: tree.Tree
+    a: structure.Tree
+    b: structure.Tree
 
 
 class LowRank(NamedTuple):
@@ -38,9 +39,9 @@ class LowRank(NamedTuple):
     would be something without an error.
     """
 
-    base: tree.Tree
+    base: structure.Tree
     pairs: tuple[Pair, ...]
-    scale: tree.Tree
+    scale: structure.Tree
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul(x, self)
@@ -105,13 +106,13 @@ def dense(w: Weight) -> Tensor:
     return base + added * scale.view(*scale.shape, *[1] * (added.dim() - scale.dim()))
 
 
-def entered(w: Weight, axis: Axis) -> Weight:
+def entered(w: Weight, axis: axes.Axis) -> Weight:
     """`enter` of every array of a weight that all ranks of the axis hold and use for other tokens or columns each:
     their gradients are sums over the axis."""
     return tree.map(lambda x: enter(x, axis), w)
 
 
-def of_products(w: tree.Tree, layouts: tree.Tree, gathered: Axis) -> tree.Tree:
+def of_products(w: structure.Tree, layouts: structure.Tree, gathered: axes.Axis) -> structure.Tree:
     """Weights that were gathered over an axis, as products take them.
 
     Where an axis still splits the base of a `LowRank` and not a factor of it, the factor meets other columns (or rows)

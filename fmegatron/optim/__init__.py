@@ -13,60 +13,43 @@ and `skip_nonfinite` wrap an optimizer. `optim.contrib` has more. One of your ow
 ([0.5, 2.5], 1)
 """
 
-from fmegatron.optim.adamw import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
-from fmegatron.optim.average import average_of, averaged
-from fmegatron.optim.clip import GradNorm, clip, clip_by_global_norm, global_norm, group_norms
+from fmegatron.optim.adam import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
+from fmegatron.optim.average import averaged
+from fmegatron.optim.clipping import clip, clip_by_global_norm, global_norm
+from fmegatron.optim.from_transforms import Optimizer, optimizer
 from fmegatron.optim.groups import Group, grouped
-from fmegatron.optim.guard import Spike, skip_nonfinite
-from fmegatron.optim.lion import lion, scale_by_lion
+from fmegatron.optim.guard import skip_nonfinite
 from fmegatron.optim.loss_scale import LossScale
-from fmegatron.optim.muon import fused_parts, muon, scale_by_muon
-from fmegatron.optim.optimizer import Optimizer, optimizer
-from fmegatron.optim.schedule import Schedule, constant, cosine, linear, wsd
-from fmegatron.optim.settable import set_rate, settable
-from fmegatron.optim.sgd import accumulate_momentum, sgd
-from fmegatron.optim.transform import Transform, chain
+from fmegatron.optim.momentum import sgd
+from fmegatron.optim.orthogonalized import muon
+from fmegatron.optim.rates_in_state import set_rate, settable
+from fmegatron.optim.schedule import constant, cosine, linear, wsd
+from fmegatron.optim.sign_descent import lion
+from fmegatron.optim.transform import chain
 
 __all__ = [
-    # optimizers, and what makes one
+    "Group",
+    "LossScale",
     "Optimizer",
-    "Transform",
     "adamw",
+    "add_decayed_weights",
+    "averaged",
+    "chain",
+    "clip",
+    "clip_by_global_norm",
+    "constant",
+    "cosine",
+    "global_norm",
+    "grouped",
+    "linear",
     "lion",
     "muon",
     "optimizer",
-    "sgd",
-    # transforms
-    "accumulate_momentum",
-    "add_decayed_weights",
-    "chain",
-    "clip_by_global_norm",
     "scale_by_adam",
     "scale_by_learning_rate",
-    "scale_by_lion",
-    "scale_by_muon",
-    # groups of parameters
-    "Group",
-    "fused_parts",
-    "grouped",
-    # learning rates
-    "Schedule",
-    "constant",
-    "cosine",
-    "linear",
     "set_rate",
     "settable",
-    "wsd",
-    # norms of gradients
-    "GradNorm",
-    "clip",
-    "global_norm",
-    "group_norms",
-    # an average of the parameters
-    "average_of",
-    "averaged",
-    # steps that are skipped
-    "LossScale",
-    "Spike",
+    "sgd",
     "skip_nonfinite",
+    "wsd",
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from fmegatron import tree
-from fmegatron.optim.clip import GradNorm
-from fmegatron.optim.optimizer import Optimizer
+from fmegatron.optim.clipping import GradNorm
+from fmegatron.optim.from_transforms import Optimizer
 from fmegatron.optim.recorded import recorded
-from fmegatron.tree import Tree
+from fmegatron.tree import arithmetic, structure
 
 
 @recorded
@@ -34,16 +34,18 @@ def averaged(opt: Optimizer, decay: float) -> Optimizer:
     if not 0 <= decay < 1:
         raise ValueError(f"averaged: decay: got {decay}, wanted 0 <= decay < 1, such as 0.999")
 
-    def trained(params: Tree) -> Tree:
+    def trained(params: structure.Tree) -> structure.Tree:
         return tree.partition(params, opt.trains)[0]
 
-    def init(params: Tree) -> Tree:
+    def init(params: structure.Tree) -> structure.Tree:
         state = opt.init(params)
         if "average" in state:
             raise ValueError('averaged: got an optimizer with the state "average", wanted one without; average once')
-        return {**state, "average": tree.copies(trained(params), tree.working_dtype)}
+        return {**state, "average": tree.copies(trained(params), arithmetic.working_dtype)}
 
-    def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+    def update(
+        grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
+    ) -> tuple[structure.Tree, structure.Tree]:
         inner = {name: value for name, value in state.items() if name != "average"}
         params, new = opt.update(grads, inner, params, norm)
         master = dict(zip(tree.paths(new.get("master", {})), tree.leaves(new.get("master", {})), strict=True))
@@ -53,19 +55,19 @@ def averaged(opt: Optimizer, decay: float) -> Optimizer:
             own = own if own.dtype == average.dtype else p.to(average.dtype)  # a master may be stored in parts
             return decay * average + (1 - decay) * own
 
-        return params, {**new, "average": tree.map_with_path(one, state["average"], trained(params))}
+        return params, {**new, "average": structure.map_with_path(one, state["average"], trained(params))}
 
     return opt._replace(init=init, update=update)
 
 
-def average_of(state: Tree) -> Tree:
+def average_of(state: structure.Tree) -> structure.Tree:
     """The average in the state of an optimizer that `averaged` made, through its guards. ValueError without one."""
     inner = state
     while "average" not in inner:
         if not (isinstance(inner, dict) and "opt" in inner):
             raise ValueError(
-                f"average_of: got {tree.in_words(state)} without an average, wanted the state of an optimizer that "
-                "keeps one; make it with optim.averaged(optimizer, decay)"
+                f"average_of: got {structure.in_words(state)} without an average, wanted the state of an optimizer "
+                "that keeps one; make it with optim.averaged(optimizer, decay)"
             )
         inner = inner["opt"]
     return inner["average"]

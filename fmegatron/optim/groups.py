@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.optim.adamw import LearningRate, checked_rate
-from fmegatron.optim.clip import GradNorm
-from fmegatron.optim.optimizer import Optimizer, optimizer
+from fmegatron.optim.adam import LearningRate, checked_rate
+from fmegatron.optim.clipping import GradNorm
+from fmegatron.optim.from_transforms import Optimizer, optimizer
+from fmegatron.optim.rates_in_state import Settable
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.settable import Settable
 from fmegatron.optim.transform import Transform, masked, stateless
-from fmegatron.tree import Tree
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def grouped(
         if group.optimizer is not None and group.optimizer not in transforms:
             raise ValueError(
                 f"grouped: got the rule {pattern!r} with optimizer {group.optimizer!r}, wanted one of"
-                f" {', '.join(transforms)}{tree.did_you_mean(group.optimizer, list(transforms))}"
+                f" {', '.join(transforms)}{structure.did_you_mean(group.optimizer, list(transforms))}"
             )
     first = next(iter(transforms))
 
@@ -111,7 +111,7 @@ def grouped(
 
     def decay_of(path: str) -> float:
         own = group_of(path).weight_decay
-        return own if own is not None else weight_decay if tree.neither_norm_nor_bias(path) else 0.0
+        return own if own is not None else weight_decay if structure.neither_norm_nor_bias(path) else 0.0
 
     def rate_of(path: str) -> tuple[LearningRate, float]:
         group = group_of(path)
@@ -121,11 +121,11 @@ def grouped(
     def trains(path: str) -> bool:
         return not group_of(path).frozen
 
-    def add_decay(updates: Tree, params: Tree, count: torch.Tensor) -> Tree:
+    def add_decay(updates: structure.Tree, params: structure.Tree, count: torch.Tensor) -> structure.Tree:
         def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             return u + decay * p if (decay := decay_of(path)) else u
 
-        return tree.map_with_path(one, updates, params)
+        return structure.map_with_path(one, updates, params)
 
     def only(name: str) -> Callable[[str], bool]:
         return lambda path: direction_of(path) == name
@@ -133,11 +133,13 @@ def grouped(
     named = {name: masked(transform, only(name)) for name, transform in transforms.items()}
     inner = optimizer(**named, decay=stateless(add_decay), rate=scale_by_rates(rate_of, learning_rate))
 
-    def init(params: Tree) -> Tree:
+    def init(params: structure.Tree) -> structure.Tree:
         _require_that_rules_decide(rules, tree.paths(params))
         return inner.init(tree.partition(params, trains)[0])
 
-    def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+    def update(
+        grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
+    ) -> tuple[structure.Tree, structure.Tree]:
         grads, trained = tree.partition(grads, trains)[0], tree.partition(params, trains)[0]
         trained, new_state = inner.update(grads, state, trained, norm)
         return tree.merge(trained, params), new_state
@@ -151,7 +153,9 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common:
     common: the one rate that may be `settable`, and then is the state.
     """
 
-    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+    def update(
+        updates: structure.Tree, state: structure.Tree, params: structure.Tree, count: torch.Tensor
+    ) -> tuple[structure.Tree, structure.Tree]:
         del params
         rates = {rate for rate, _ in map(rate_of, tree.paths(updates)) if callable(rate) or isinstance(rate, Settable)}
 
@@ -168,7 +172,7 @@ def scale_by_rates(rate_of: Callable[[str], tuple[LearningRate, float]], common:
             u = u * values[rate][u.dtype][0]
             return u if factor == 1 else u * factor
 
-        return tree.map_with_path(one, updates), tree.map(torch.clone, state)
+        return structure.map_with_path(one, updates), tree.map(torch.clone, state)
 
     return Transform(common.init if isinstance(common, Settable) else lambda params: {}, update)
 
@@ -187,7 +191,9 @@ def _require_that_rules_decide(rules: Rules, paths: list[str]) -> None:
     for i, (pattern, _) in enumerate(rules):
         matched = [path for path in paths if compiled[i].search(path)]
         if not matched:
-            near = tree.did_you_mean(pattern, [*paths, *sorted({part for path in paths for part in path.split("/")})])
+            near = structure.did_you_mean(
+                pattern, [*paths, *sorted({part for path in paths for part in path.split("/")})]
+            )
             raise ValueError(
                 f"grouped: got the rule {pattern!r}, which matches no path{near}, wanted a regular expression over full"
                 f" segments of one of: {', '.join(paths[:8])}{' …' if len(paths) > 8 else ''}"

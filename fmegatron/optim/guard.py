@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.optim.clip import GradNorm, norm_beside
+from fmegatron.optim.clipping import GradNorm, norm_beside
+from fmegatron.optim.from_transforms import Optimizer
 from fmegatron.optim.loss_scale import LossScale, scalar
-from fmegatron.optim.optimizer import Optimizer
 from fmegatron.optim.recorded import recorded
-from fmegatron.tree import Tree
+from fmegatron.tree import arithmetic, structure
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,19 @@ def skip_nonfinite(
             gradients; here the scale is only moved on.
     """
 
-    def init(params: Tree) -> Tree:
+    def init(params: structure.Tree) -> structure.Tree:
         like = tree.leaves(params)[0]
         state = {"opt": opt.init(params), "skipped": scalar(like, 0, torch.int64)}
         state["norm"] = scalar(like, 0.0, torch.float64)
         more = {"spike": spike, "loss_scale": loss_scale}
         return state | {name: value.init(like) for name, value in more.items() if value is not None}
 
-    def trained(x: Tree) -> Tree:
+    def trained(x: structure.Tree) -> structure.Tree:
         return tree.partition(x, opt.trains)[0]
 
-    def update(grads: Tree, state: Tree, params: Tree, norm: GradNorm | None = None) -> tuple[Tree, Tree]:
+    def update(
+        grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
+    ) -> tuple[structure.Tree, structure.Tree]:
         grads = trained(grads)
         value, limit = norm or (norm_beside(grads, trained(params)), None)
         limit = min((x for x in (clip_norm, limit) if x is not None), default=None)
@@ -91,7 +93,7 @@ def skip_nonfinite(
         if spike is not None:
             usual, more["spike"] = spike.update(state["spike"], value)
             used = finite & usual
-        used = tree.stored(used)[0]
+        used = arithmetic.stored(used)[0]
         new_params, new_opt = opt.update(grads, state["opt"], params, GradNorm(value, limit))
 
         def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -106,7 +108,7 @@ def skip_nonfinite(
             **more,
         }
 
-    def factor(state: Tree) -> torch.Tensor | None:
+    def factor(state: structure.Tree) -> torch.Tensor | None:
         return opt.loss_scale(state["opt"]) if loss_scale is None else state["loss_scale"]["factor"]
 
     return opt._replace(init=init, update=update, loss_scale=factor)

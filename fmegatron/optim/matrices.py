@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, all_gather_many, all_to_all_many, reshard, shard, whole_parts
+from fmegatron.collectives import Axes, ops, reshard, resharding, shard
 from fmegatron.layout import Layout, Split
-from fmegatron.tree import Tree
+from fmegatron.tree import structure
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -235,7 +235,7 @@ def _dealt(f: Function, stacks: list[torch.Tensor], kinds: list[_Kind], axes: Ax
     for names in dict.fromkeys(kind.shared for kind in kinds if kind.shared):
         members = [i for i, kind in enumerate(kinds) if kind.shared == names]
         for i, x in zip(
-            members, all_gather_many([stacks[i] for i in members], axes[names], [0] * len(members)), strict=True
+            members, ops.all_gather_many([stacks[i] for i in members], axes[names], [0] * len(members)), strict=True
         ):
             stacks[i] = x
     return [x[:count] if x.shape[0] > count else x for x, count in zip(stacks, counts, strict=True)]
@@ -250,7 +250,7 @@ def _exchanged(stacks, kinds, axes, names, back):
     found = [(i, dim) for i, kind in enumerate(kinds) for dim, cut in enumerate(kind.cuts, 1) if cut.axes == names]
     matrices, dims = [0] * len(found), [dim for _, dim in found]
     split, concat = (dims, matrices) if back else (matrices, dims)
-    moved = all_to_all_many([stacks[i] for i, _ in found], axes[names], split, concat)
+    moved = ops.all_to_all_many([stacks[i] for i, _ in found], axes[names], split, concat)
     out = list(stacks)
     for (i, _), x in zip(found, moved, strict=True):
         out[i] = x
@@ -261,7 +261,7 @@ def _by_cut(f: Function, x: torch.Tensor, kind: _Kind, mesh) -> torch.Tensor:
     """f of matrices whose interleaved dims were put in order."""
     orders = [(dim, cut.parts, mesh.extent(cut.axes)) for dim, cut in enumerate(kind.cuts, 1) if cut.parts]
     for dim, sizes, n in orders:
-        x = whole_parts(x, dim, sizes, n)
+        x = resharding.whole_parts(x, dim, sizes, n)
     x = f(x)
     for dim, sizes, n in orders:
         x = _by_rank(x, dim, sizes, n)
@@ -298,13 +298,13 @@ def dealt_layout(layout: Layout) -> Layout:
     return found
 
 
-def layouts_of(params: Tree, who: str) -> dict[str, Layout | None]:
+def layouts_of(params: structure.Tree, who: str) -> dict[str, Layout | None]:
     """The layouts of parameters by path, of specs or of tensors that know theirs; None of a full array (one process).
 
     ValueError, naming the path, for a leaf that does not know its layout among leaves that do, and for a layout that
     full matrices are not made of: an uneven one, a pending sum, a padded interleaved dim.
     """
-    paths, leaves, _ = tree.flatten(params)
+    paths, leaves, _ = structure.flatten(params)
     found = [leaf.layout if isinstance(leaf, tree.ArraySpec) else tree.layout_of(leaf) for leaf in leaves]
     for path, layout in zip(paths, found, strict=True):
         if layout is None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.tree import arithmetic
 
 
 def per_dtype(
@@ -13,4 +14,4 @@ def per_dtype(
 ) -> dict[torch.dtype, tuple[torch.Tensor, ...]]:
     """`tree.stored(*compute(dtype))` for each dtype among the leaves of a tree: no leaf is promoted, even if 0-d."""
     dtypes = dict.fromkeys(leaf.dtype for leaf in tree.leaves(leaves_of))
-    return {dtype: tree.stored(*compute(dtype)) for dtype in dtypes}
+    return {dtype: arithmetic.stored(*compute(dtype)) for dtype in dtypes}

@@ -12,7 +12,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.optim.recorded import recorded
-from fmegatron.tree import Tree
+from fmegatron.tree import structure
 
 Where = Callable[[str], bool] | Sequence[str]
 
@@ -27,15 +27,17 @@ class Transform(NamedTuple):
     text: the call that made it, which is its repr.
     """
 
-    init: Callable[[Tree], Tree]
-    update: Callable[[Tree, Tree, Tree, torch.Tensor], tuple[Tree, Tree]]
+    init: Callable[[structure.Tree], structure.Tree]
+    update: Callable[
+        [structure.Tree, structure.Tree, structure.Tree, torch.Tensor], tuple[structure.Tree, structure.Tree]
+    ]
     text: str = ""
 
     def __repr__(self) -> str:
         return self.text or f"Transform of {self.update.__module__}"
 
 
-def stateless(update: Callable[[Tree, Tree, torch.Tensor], Tree]) -> Transform:
+def stateless(update: Callable[[structure.Tree, structure.Tree, torch.Tensor], structure.Tree]) -> Transform:
     """A transform without state, from a function (updates, params, count) -> updates."""
     return Transform(lambda params: {}, lambda updates, state, params, count: (update(updates, params, count), state))
 
@@ -49,11 +51,13 @@ def chain(*unnamed: object, **transforms: Transform) -> Transform:
     """
     require_named("chain", unnamed, transforms)
 
-    def init(params: Tree) -> Tree:
+    def init(params: structure.Tree) -> structure.Tree:
         states = {name: transform.init(params) for name, transform in transforms.items()}
         return {name: state for name, state in states.items() if tree.leaves(state)}
 
-    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+    def update(
+        updates: structure.Tree, state: structure.Tree, params: structure.Tree, count: torch.Tensor
+    ) -> tuple[structure.Tree, structure.Tree]:
         new_state = {}
         for name, transform in transforms.items():
             updates, new = transform.update(updates, state.get(name, {}), params, count)
@@ -74,7 +78,7 @@ def require_named(who: str, unnamed: tuple, transforms: dict) -> None:
     for name, transform in transforms.items():
         if not isinstance(transform, Transform):
             fix = "give scale_by_adam() and the like; averaged, compressed and skip_nonfinite wrap an Optimizer"
-            raise ValueError(f"{who}: {name}: got {tree.in_words(transform)}, wanted a Transform; {fix}")
+            raise ValueError(f"{who}: {name}: got {structure.in_words(transform)}, wanted a Transform; {fix}")
 
 
 @recorded
@@ -86,13 +90,15 @@ def masked(transform: Transform, where: Where) -> Transform:
     """
     selects = path_predicate(where)
 
-    def selected(x: Tree) -> Tree:
-        return tree.map_with_path(lambda path, leaf: leaf if selects(path) else None, x)
+    def selected(x: structure.Tree) -> structure.Tree:
+        return structure.map_with_path(lambda path, leaf: leaf if selects(path) else None, x)
 
-    def init(params: Tree) -> Tree:
+    def init(params: structure.Tree) -> structure.Tree:
         return transform.init(selected(params))
 
-    def update(updates: Tree, state: Tree, params: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+    def update(
+        updates: structure.Tree, state: structure.Tree, params: structure.Tree, count: torch.Tensor
+    ) -> tuple[structure.Tree, structure.Tree]:
         mine = selected(updates)
         if not tree.leaves(mine):
             return updates, state

@@ -13,22 +13,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from fmegatron import loop
 from fmegatron.layout import Mesh
-from fmegatron.plan import (
-    Exact,
-    Quick,
-    deep,
-    exact,
-    in_mib,
-    measured_rates,
-    measured_write,
-    meshes_of,
-    quick,
-    search,
-)
-from fmegatron.step import Description, Overlap, Rates
-from fmegatron.step.description import require_description
+from fmegatron.loop.experiment import load_experiment
+from fmegatron.loop.flags import parse
+from fmegatron.plan import deep, exact, meshes_of, quick, search
+from fmegatron.plan.from_formulas import Quick
+from fmegatron.plan.from_trace import Exact, in_mib
+from fmegatron.plan.rates import measured_rates, measured_write
+from fmegatron.step import Description, Overlap, description
+from fmegatron.step.timelines import planned
 
 Loaded = tuple[type, Callable[[Any], Description]]  # (Config, describe) of the experiment
 
@@ -46,8 +39,8 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     try:
         if (options.mesh is None) == (options.search is None):
             raise ValueError("got neither --mesh nor --search, or both, wanted one; give --mesh dp=2, or --search 8")
-        experiment = loop.load_experiment(options.experiment)
-        rates = measured_rates() if options.measure else Rates()
+        experiment = load_experiment(options.experiment)
+        rates = measured_rates() if options.measure else planned.Rates()
         if options.search is not None:
             return _searched(experiment, options, flags, rates, output)
         return _planned(experiment, options, flags, rates, output)
@@ -57,12 +50,14 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
 
 
 def _config(experiment: Loaded, options: argparse.Namespace, flags: list[str], mesh: str) -> Any:
-    return loop.parse([options.experiment, f"--mesh={mesh}", *flags], experiment[0])
+    return parse([options.experiment, f"--mesh={mesh}", *flags], experiment[0])
 
 
-def _planned(experiment: Loaded, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
+def _planned(
+    experiment: Loaded, options: argparse.Namespace, flags: list[str], rates: planned.Rates, out: TextIO
+) -> int:
     config = _config(experiment, options, flags, options.mesh)
-    described = require_description(experiment[1](config), options.experiment)
+    described = description.require_description(experiment[1](config), options.experiment)
     overlap = _overlap(options)
     try:
         by_formula = quick(described, overlap=overlap)
@@ -122,7 +117,7 @@ def _counted(
     return exact(described.function, described.state, described.batch, config.mesh, rank=options.rank, overlap=overlap)
 
 
-def _print_seconds(plan: Quick, rates: Rates, measured: bool, out: TextIO) -> None:
+def _print_seconds(plan: Quick, rates: planned.Rates, measured: bool, out: TextIO) -> None:
     of = "measured here (of the network: assumed)" if measured else "assumed (an H100; --measure measures this machine)"
     seconds = plan.step_seconds(rates)
     print(
@@ -137,13 +132,15 @@ def _print_seconds(plan: Quick, rates: Rates, measured: bool, out: TextIO) -> No
     print(f"  a save     {plan.written / writing:.4g} s at {writing:.3g} B/s for each rank ({place})", file=out)
 
 
-def _searched(experiment: Loaded, options: argparse.Namespace, flags: list[str], rates: Rates, out: TextIO) -> int:
+def _searched(
+    experiment: Loaded, options: argparse.Namespace, flags: list[str], rates: planned.Rates, out: TextIO
+) -> int:
     if options.memory is None:
         raise ValueError("--search: got no --memory, wanted the GiB of a device, such as --memory 80")
     base = _config(experiment, options, flags, "dp=1")
 
     def describe(mesh: Mesh) -> Description:
-        return require_description(experiment[1](dataclasses.replace(base, mesh=mesh)), options.experiment)
+        return description.require_description(experiment[1](dataclasses.replace(base, mesh=mesh)), options.experiment)
 
     meshes = meshes_of(options.search, options.axes.split(","))
     found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(options))

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fmegatron.collectives.torch_private import group_named, register_group, unregister_group
-from fmegatron.step import PaperWorld
+from fmegatron.collectives import torch_private
+from fmegatron.step.timelines import planned
 
 __all__ = ["SizedWorld"]
 
 
-class SizedWorld(PaperWorld):
+class SizedWorld(planned.PaperWorld):
     """A `PaperWorld` whose groups torch knows, under names that no other world has. Close it, or use it in `with`."""
 
     def _open(self, key: str, axes: tuple[str, ...], own: bool) -> tuple[str, dist.ProcessGroup]:
@@ -21,21 +21,21 @@ class SizedWorld(PaperWorld):
             number += 1
         make: Any = dist.ProcessGroup  # torch's stubs know another of its forms
         group = make(self.index(axes), self.mesh.extent(axes))  # without a library: it has a size
-        register_group(name, group)
+        torch_private.register_group(name, group)
         self._registered.append(name)
         return name, group
 
     def close(self) -> None:
         """Let torch forget the groups."""
         for name in self._registered:
-            unregister_group(name)
+            torch_private.unregister_group(name)
         self._registered.clear()
         super().close()
 
 
 def _is_known(name: str) -> bool:
     try:
-        group_named(name)
+        torch_private.group_named(name)
     except RuntimeError:
         return False
     return True

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fmegatron.collectives import World
-from fmegatron.step import Rates, matmul_seconds, seconds_of
+from fmegatron.step import clock
+from fmegatron.step.timelines import planned
 
 __all__ = ["measured_rates", "measured_write"]
 
@@ -23,7 +24,7 @@ def measured_rates(
     device: str | torch.device = "cpu",
     size: int = 768,
     nbytes: int = 1 << 24,
-) -> Rates:
+) -> planned.Rates:
     """`Rates` of this machine as it is now, the best of a few rounds each.
 
     flops: FLOP/s of a square product of `size` in `dtype`. memory: bytes/s that a copy of `nbytes` reads and writes.
@@ -32,18 +33,18 @@ def measured_rates(
     of `Rates()`, an assumption. All ranks of the world call it together.
     """
     device = world.device if world is not None else torch.device(device)
-    product = 2 * size**3 / min(matmul_seconds(device, dtype, size))
+    product = 2 * size**3 / min(clock.matmul_seconds(device, dtype, size))
     x = torch.ones(nbytes // 4, device=device)
     y = torch.empty_like(x)
-    moved = 2 * nbytes / min(seconds_of(lambda: y.copy_(x), device))
-    plain = Rates()
+    moved = 2 * nbytes / min(clock.seconds_of(lambda: y.copy_(x), device))
+    plain = planned.Rates()
     if world is None or world.size == 1:
-        return Rates(product, moved, plain.network, plain.latency)
+        return planned.Rates(product, moved, plain.network, plain.latency)
     group, one = world.group(world.mesh.names), torch.zeros(1, device=device)
-    latency = min(seconds_of(lambda: dist.all_reduce(one, group=group), device))
-    whole = min(seconds_of(lambda: dist.all_reduce(x, group=group), device))
+    latency = min(clock.seconds_of(lambda: dist.all_reduce(one, group=group), device))
+    whole = min(clock.seconds_of(lambda: dist.all_reduce(x, group=group), device))
     sent = 2 * (world.size - 1) / world.size * nbytes
-    return Rates(product, moved, sent / max(whole - latency, 1e-9), latency)
+    return planned.Rates(product, moved, sent / max(whole - latency, 1e-9), latency)
 
 
 def measured_write(folder: str | Path, nbytes: int = 1 << 26) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from fmegatron import model, tree
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import Description, Overlap, State
-from fmegatron.tree.spec import strategy_of
+from fmegatron.tree import spec, structure
 
 __all__ = ["Setting", "setting_of"]
 
@@ -38,7 +38,7 @@ class Setting:
     overlap: Overlap | None = None
 
     @property
-    def params(self) -> tree.Tree:
+    def params(self) -> structure.Tree:
         """Layouts of the parameters."""
         return self.state.params
 
@@ -55,7 +55,7 @@ def setting_of(described: Description, overlap: Overlap | None = None) -> Settin
     """
     if not isinstance(described.state, State):
         raise ValueError(
-            f"plan.quick: got {tree.in_words(described.state)} as the state's specs, wanted a State(step, params, "
+            f"plan.quick: got {structure.in_words(described.state)} as the state's specs, wanted a State(step, params, "
             "opt), of which formulas know what is sharded (step.state_specs); plan.exact counts any step"
         )
     state = State(*(tree.map(_layout, part) for part in described.state))
@@ -65,7 +65,7 @@ def setting_of(described: Description, overlap: Overlap | None = None) -> Settin
     return Setting(
         mesh=largest.mesh,
         state=state,
-        strategy=strategy_of(described.state) or DataParallel(),
+        strategy=spec.strategy_of(described.state) or DataParallel(),
         microbatches=described.microbatches,
         rows=local[0] // described.microbatches,
         length=math.prod(local[1:]),
@@ -78,7 +78,7 @@ def setting_of(described: Description, overlap: Overlap | None = None) -> Settin
     )
 
 
-def _is_of(decoder: model.Decoder | None, params: tree.Tree) -> bool:
+def _is_of(decoder: model.Decoder | None, params: structure.Tree) -> bool:
     """Whether the parameters of a state are those of the decoder, and not, say, a part of them beside adapters."""
     return decoder is not None and isinstance(params, dict) and all(name in params for name in decoder.stacks)
 

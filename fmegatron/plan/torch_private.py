@@ -15,9 +15,9 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmegatron.step.torch_private import graph_module_of, lower_own
+from fmegatron.step import torch_private
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "bound_wrapper", "graph_module_of", "schedule"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "bound_wrapper", "schedule"]
 
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -33,7 +33,7 @@ def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> 
     Traced, lowered, fused and ordered as for a run; no kernel is compiled. The nodes are Inductor's own, which carry
     "stack_trace" of those that they come from.
     """
-    lower_own()
+    torch_private.lower_own()
     found: list[tuple[str, dict[str, set]]] = []
 
     def written(code: str) -> None:

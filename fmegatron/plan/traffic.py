@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fmegatron import tree
-from fmegatron.layout import SEQUENCE_AXES
+from fmegatron.layout import data_parallel
 from fmegatron.plan.setting import Setting
-from fmegatron.step import least_transfers
+from fmegatron.step import costs
 
 __all__ = ["sent_by_axes"]
 
@@ -44,7 +44,7 @@ def sent_by_axes(setting: Setting) -> tuple[dict[str, int], dict[str, int], tupl
 
     stacks = {} if decoder is None else {name: len(stack.depths) for name, stack in decoder.stacks.items()}
     together: dict[tuple, int] = {}
-    for one in least_transfers(
+    for one in costs.least_transfers(
         setting.params,
         setting.strategy,
         setting.microbatches,
@@ -70,7 +70,7 @@ def _over_tp(setting: Setting, sent: dict[str, int], calls: dict[str, int]) -> t
     """Add what activations send over tp -> what is not counted."""
     mesh, decoder = setting.mesh, setting.decoder
     unknown = []
-    if mesh.extent(SEQUENCE_AXES) > 1:
+    if mesh.extent(data_parallel.SEQUENCE_AXES) > 1:
         unknown.append("what attention sends over cp")
     if decoder is None:
         if mesh["tp"] > 1:

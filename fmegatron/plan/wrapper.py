@@ -20,9 +20,8 @@ import torch
 from torch import fx
 
 from fmegatron.plan.torch_private import FakeTensorMode, TorchDispatchMode, bound_wrapper, schedule
-from fmegatron.step.graph.nodes import int_of, items_of, node_of
-from fmegatron.step.lower import copy_module
-from fmegatron.step.torch_private import opname
+from fmegatron.step import lower, torch_private
+from fmegatron.step.graph import nodes
 
 __all__ = ["Counted", "Held", "counted"]
 
@@ -78,7 +77,7 @@ def counted(
         inside: operator of an opaque node -> the memory of one call of it, above its arguments.
         label: what the graph is, for the names of frames.
     """
-    module = copy_module(module)
+    module = lower.copy_module(module)
     for node in module.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")  # what torch keeps when it traces the graph again
     source, origins = schedule(module, fakes, dict(patches))
@@ -94,16 +93,16 @@ def counted(
     if again.running is not None:
         held += inside[again.running].held
     held.sort(key=lambda one: -one.nbytes)
-    results = tuple(_made_by(node) for node in items_of(module.graph.output_node().args[0]))
+    results = tuple(_made_by(node) for node in nodes.items_of(module.graph.output_node().args[0]))
     return Counted(first.peak, tuple(held), first.phases.found, first.phases.calls, first.returned, results)
 
 
 def _made_by(node: fx.Node) -> tuple[str, str]:
     """(operator, line) of what computes a node's value: not of an item taken, or of memory of its own given to it."""
     while node.target is operator.getitem:
-        source = node_of(node.args[0])
-        own = opname(source.target) == "own"
-        node = items_of(source.args[0])[int_of(node.args[1])] if own else source
+        source = nodes.node_of(node.args[0])
+        own = torch_private.opname(source.target) == "own"
+        node = nodes.items_of(source.args[0])[nodes.int_of(node.args[1])] if own else source
     return getattr(node.target, "__name__", str(node.target)).partition(".")[0], node.meta.get("at", "?")
 
 
@@ -221,7 +220,7 @@ class _Counting(TorchDispatchMode):
         self.phases = _Phases(inside)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if opname(func) == "wait_tensor":  # its fake form makes a new tensor, the real one waits
+        if torch_private.opname(func) == "wait_tensor":  # its fake form makes a new tensor, the real one waits
             return args[0]
         more = self.inside[func].peak if func in self.inside else _scratch(func, args)
         name = str(func)
@@ -272,6 +271,8 @@ class _Counting(TorchDispatchMode):
 
 def _scratch(func: Any, args: tuple) -> int:
     """Bytes that an operator of ours takes while it runs, besides its results."""
-    if getattr(func, "namespace", "") == "fmegatron_real" and re.fullmatch("ppermute|all_to_all_rows", opname(func)):
+    if getattr(func, "namespace", "") == "fmegatron_real" and re.fullmatch(
+        "ppermute|all_to_all_rows", torch_private.opname(func)
+    ):
         return args[0].numel() * args[0].element_size()  # a copy of what is sent
     return 0

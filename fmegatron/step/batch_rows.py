@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives import torch_private
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.torch_private import Op, fx_traceback
-from fmegatron.step.trace import Traced
+from fmegatron.step.tracing import Traced
 
 __all__ = ["cut_rows", "microbatches_of", "require_rows", "rows_in_order"]
 
@@ -106,7 +106,8 @@ def _origin(node: torch.fx.Node) -> torch.fx.Node | None:
     while node.op == "call_function":
         sources = node.all_input_nodes
         known = isinstance(node.target, Op) and (
-            schema_of(node.target).name.partition("::")[2] in _SAME_ROWS or torch.Tag.pointwise in node.target.tags
+            torch_private.schema_of(node.target).name.partition("::")[2] in _SAME_ROWS
+            or torch.Tag.pointwise in node.target.tags
         )
         if not known or len(sources) != 1 or _rows(sources[0]) != _rows(node):
             return None

@@ -14,7 +14,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.state import placements, state_specs
-from fmegatron.tree.spec import strategy_of
+from fmegatron.tree import spec, structure
 
 __all__ = ["StateBytes", "Traffic", "WeightTransfer", "least_traffic", "least_transfers", "state_bytes"]
 
@@ -55,7 +55,7 @@ class WeightTransfer:
 
 
 def state_bytes(
-    param_specs: tree.Tree,
+    param_specs: structure.Tree,
     optimizer: optim.Optimizer,
     rank: int = 0,
     accumulate: torch.dtype = torch.float32,
@@ -78,7 +78,7 @@ def state_bytes(
     n: extent of the data axes. W, G, S: bytes of the full arrays (over tp, of this rank's part of them).
     Source: Megatron-FSDP's `--data-parallel-sharding-strategy`.
     """
-    strategy = strategy_of(param_specs) or DataParallel()
+    strategy = spec.strategy_of(param_specs) or DataParallel()
     state = tree.layouts(state_specs(param_specs, optimizer, strategy))
     grads = placements(state.params, strategy).grads
     trained = [g for path, g in zip(tree.paths(grads), tree.leaves(grads), strict=True) if optimizer.trains(path)]
@@ -90,7 +90,7 @@ def state_bytes(
 
 
 def least_traffic(
-    param_layouts: tree.Tree,
+    param_layouts: structure.Tree,
     strategy: DataParallel,
     microbatches: int = 1,
     *,
@@ -133,7 +133,7 @@ def least_traffic(
 
 
 def least_transfers(
-    param_layouts: tree.Tree,
+    param_layouts: structure.Tree,
     strategy: DataParallel,
     microbatches: int = 1,
     *,

@@ -18,8 +18,8 @@ from fmegatron.step.gradient import Gradient
 from fmegatron.step.graph.nodes import storage_of, user_line
 from fmegatron.step.opaque import Entry, Replay, inline_layers
 from fmegatron.step.torch_private import graph_module_of, opname, outside_of_tracing
-from fmegatron.step.trace import Traced, trace
-from fmegatron.tree.labels import labelled
+from fmegatron.step.tracing import Traced, trace
+from fmegatron.tree import labels
 
 __all__ = ["OneNode"]
 
@@ -72,7 +72,7 @@ class OneNode:
         filled: list[Any] = [None] * len(self.traced.out_paths)
         for i, x in zip(self.places[kind], tensors, strict=True):
             label = self.traced.out_labels[i]
-            filled[i] = x if label is None else labelled(x, label.layout)
+            filled[i] = x if label is None else labels.labelled(x, label.layout)
         return self.traced.result(filled)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmegatron import tree
+from fmegatron.tree import structure
 
 __all__ = ["Description", "require_description"]
 
@@ -29,8 +30,8 @@ class Description:
     """
 
     function: Callable
-    state: tree.Tree
-    batch: tree.Tree
+    state: structure.Tree
+    batch: structure.Tree
     microbatches: int = 1
     decoder: Any = None
     save: Any = None
@@ -41,7 +42,7 @@ class Description:
     def __post_init__(self):
         if not callable(self.function):
             raise ValueError(
-                f"Description: function: got {tree.in_words(self.function)}, wanted train_step(state, batch)"
+                f"Description: function: got {structure.in_words(self.function)}, wanted train_step(state, batch)"
             )
         tree.layouts(self.state), tree.layouts(self.batch)
 
@@ -54,4 +55,4 @@ def require_description(found: Any, who: str) -> Description:
     if isinstance(found, Description):
         return found
     fix = "return step.Description(train_step, state_specs, batch_layouts)"
-    raise ValueError(f"{who}: describe(config): got {tree.in_words(found)}, wanted a step.Description; {fix}")
+    raise ValueError(f"{who}: describe(config): got {structure.in_words(found)}, wanted a step.Description; {fix}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.collectives import held_interrupt
+from fmegatron.collectives import interrupt
 from fmegatron.step.state import State, Unseen
 from fmegatron.step.torch_private import storage_number, storage_uses, tensor_uses
 
@@ -131,7 +131,7 @@ class Donation:
     def _call(self, run: Callable, given: list, new: list, finish: Callable, end: Callable, revive: Callable) -> Any:
         safe, ran = self.harmless, False
         try:
-            with held_interrupt():
+            with interrupt.held_interrupt():
                 with torch.no_grad():
                     outs = run(*given)
                     safe = False

@@ -15,7 +15,7 @@ from fmegatron.step.parts import means, parts_of
 from fmegatron.step.state import state_specs
 from fmegatron.step.train_step import build_train_step
 from fmegatron.step.whole import of_whole
-from fmegatron.tree.spec import strategy_of
+from fmegatron.tree import spec, structure
 
 __all__ = ["build"]
 
@@ -23,13 +23,13 @@ __all__ = ["build"]
 def build(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
-    specs: tree.Tree,
-    batch: tree.Tree,
+    specs: structure.Tree,
+    batch: structure.Tree,
     *,
     microbatches: int = 1,
     samples: bool = False,
     precision: Precision | None = None,
-    settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
+    post_update: Callable[[Any, dict], tuple[Any, dict]] | None = None,
     evaluate: Callable[[Any, Any], dict] | None = None,
     twice: bool = False,
     shards: bool = False,
@@ -46,22 +46,28 @@ def build(
         specs: of the parameters; mesh, layouts and strategy are said there and nowhere else.
         batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, arrays like them, or their Layouts, of all ranks
             together.
-        microbatches, settle, twice: of `build_train_step`.
+        microbatches, post_update, twice: of `build_train_step`.
         precision: in which dtypes weights are gathered and their gradients reduced and added up; None: as they are.
         shards: loss_fn takes this rank's shards and gathers by itself, as `model.loss` and all of `model` do; then
             precision is of the gradients alone.
-        samples: its `numbered`.
+        samples: its `with_sample_ids`.
         evaluate: (state, batch) -> metrics of held-out rows, given shards; None: the loss of the parameters, of no
             samples; where it has several parts, the mean of each by its name.
 
     Raises what `build_train_step` and `DataParallel.batch_layout` raise.
     """
-    layouts, strategy = tree.layouts(specs), strategy_of(specs)
+    layouts, strategy = tree.layouts(specs), spec.strategy_of(specs)
     mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
     axes = Axes(mesh, data=by.tokens)
-    how = {"strategy": strategy, "microbatches": microbatches, "precision": precision, "settle": settle, "twice": twice}
+    how = {
+        "strategy": strategy,
+        "microbatches": microbatches,
+        "precision": precision,
+        "post_update": post_update,
+        "twice": twice,
+    }
     loss_fn = loss_fn if shards else of_whole(loss_fn, specs, axes, precision)
-    train_step = build_train_step(loss_fn, optimizer, layouts, axes, numbered=samples, **how)
+    train_step = build_train_step(loss_fn, optimizer, layouts, axes, with_sample_ids=samples, **how)
 
     def row(name: str, x: Any) -> Layout:
         if isinstance(x, Layout | tree.ArraySpec):
@@ -69,8 +75,8 @@ def build(
         given: Any = (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
         if not isinstance(given, tuple | list):
             raise ValueError(
-                f"build: batch[{name!r}]: got {tree.in_words(x)}, wanted the shape of an int64 array, (shape, dtype), "
-                "a tensor like it, or its Layout"
+                f"build: batch[{name!r}]: got {structure.in_words(x)}, wanted the shape of an int64 array, (shape, "
+                "dtype), a tensor like it, or its Layout"
             )
         typed = len(given) == 2 and isinstance(given[1], torch.dtype)
         shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fmegatron.collectives import World
-from fmegatron.collectives.torch_private import functional_ops
+from fmegatron.collectives import World, torch_private
 from fmegatron.step.graph.nodes import int_of, is_start, is_wait
 from fmegatron.step.graph.order import add_call
 from fmegatron.step.lower import copy_module
@@ -66,7 +65,9 @@ def _replace(graph: fx.Graph, start: fx.Node, piece: fx.Node, x: fx.Node) -> Non
             x = add_call(graph, torch.ops.fmegatron_step.repeated.default, (x, n), like)
         rows = x.meta["val"].shape[0] // n
         sizes = [rows] * n
-        whole = add_call(graph, functional_ops().all_to_all_single.default, (x, sizes, sizes, group), like)
+        whole = add_call(
+            graph, torch_private.functional_ops().all_to_all_single.default, (x, sizes, sizes, group), like
+        )
         whole.meta |= {"symbolic": opname(start.target), "part_of": start.name}
     for wait in [user for user in piece.users if is_wait(user)]:
         with graph.inserting_before(wait):

@@ -16,8 +16,8 @@ from fmegatron.layout import Layout
 from fmegatron.step.parts import Part, Shown, before, finished, lines_of, parts_of, require_names, summed, terms
 from fmegatron.step.reduce import raw_gradient_layout, widened
 from fmegatron.step.torch_private import is_tracing, mark_backward
-from fmegatron.step.trace import described
-from fmegatron.tree.labels import labelled
+from fmegatron.step.tracing import described
+from fmegatron.tree import labels, structure
 
 __all__ = ["Gradient", "LossFn", "value_and_grad"]
 
@@ -42,7 +42,7 @@ def value_and_grad(
     """
     _require_own_arguments(dtype, of_jax)
     if not callable(loss_fn):
-        raise ValueError(f"value_and_grad: got {tree.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
+        raise ValueError(f"value_and_grad: got {structure.in_words(loss_fn)}, wanted a function loss_fn(params, *args)")
     of_loss = LossFn(loss_fn, axes, dtype)
 
     @functools.wraps(loss_fn)
@@ -67,7 +67,7 @@ class Gradient(NamedTuple):
     loss: Any
     aux: Any
     shown: Shown | None
-    grads: tree.Tree
+    grads: structure.Tree
 
 
 class Call:
@@ -144,7 +144,7 @@ class LossFn:
     def differentiated(self, params, scale=None, sums: dict | None = None) -> Iterator[Call]:
         """Context of one call, whose gradient is taken at its end. scale: multiplies what is differentiated. sums: of
         the whole batch; None: of these rows on all ranks, which is right where they are the batch."""
-        paths, leaves, spec = tree.flatten(params)
+        paths, leaves, spec = structure.flatten(params)
         self._require_leaves(params, paths, leaves)
         known = [tree.layout_of(leaf) for leaf in leaves]
         leaves = [
@@ -152,7 +152,7 @@ class LossFn:
         ]
         known = [layout and layout.replace(dtype=leaf.dtype) for leaf, layout in zip(leaves, known, strict=True)]
         leaves, call = list(map(_knowing, leaves, known)), Call()
-        call.params = tree.unflatten(spec, leaves)
+        call.params = structure.unflatten(spec, leaves)
         with torch.enable_grad():
             yield call
             loss, parts, aux = self._read(call.returned)
@@ -172,13 +172,13 @@ class LossFn:
             grads = torch.autograd.grad(root, leaves, allow_unused=True)
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
         grads = [_knowing(g.detach(), layout and self._raw(layout)) for g, layout in zip(grads, known, strict=True)]
-        aux, grads = tree.map(_without_history, aux), tree.unflatten(spec, grads)
+        aux, grads = tree.map(_without_history, aux), structure.unflatten(spec, grads)
         if parts is None:
             call.gradient = Gradient({}, {}, {}, loss.detach(), aux, None, grads)
         else:
             call.gradient = Gradient(early, sums or {}, lines, (), aux, shown, grads)
 
-    def whole(self, found: Gradient, params) -> tuple[tuple[Any, Any], tree.Tree]:
+    def whole(self, found: Gradient, params) -> tuple[tuple[Any, Any], structure.Tree]:
         """((loss, aux), grads) of one call that is the whole batch."""
         if found.shown is None:
             return (found.loss, found.aux), found.grads
@@ -188,14 +188,14 @@ class LossFn:
     def _require_leaves(self, params, paths, leaves) -> None:
         if not leaves:
             raise ValueError(
-                f"{described(self.loss_fn)}: its parameters: got {tree.in_words(params)}, wanted a tree with a tensor "
-                "in it"
+                f"{described(self.loss_fn)}: its parameters: got {structure.in_words(params)}, wanted a tree with a "
+                "tensor in it"
             )
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 module = "; of a module: dict(module.named_parameters())" if isinstance(leaf, torch.nn.Module) else ""
                 raise ValueError(
-                    f"parameter {path!r}: got {tree.in_words(leaf)}, wanted a tensor; pass constants as another "
+                    f"parameter {path!r}: got {structure.in_words(leaf)}, wanted a tensor; pass constants as another "
                     f"argument{module}"
                 )
             if not leaf.is_floating_point() and not leaf.is_complex():
@@ -206,7 +206,7 @@ class LossFn:
 
 
 def _knowing(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    return x if layout is None else labelled(x, layout)
+    return x if layout is None else labels.labelled(x, layout)
 
 
 _OF_JAX = MappingProxyType(
@@ -232,7 +232,7 @@ def loss_and_aux(loss_fn: Callable, out: Any) -> tuple[Any, Any]:
         return out
     if isinstance(out, tuple | list):
         raise ValueError(
-            f"{described(loss_fn)}: its result: got {tree.in_words(out)}, wanted loss or (loss, aux); "
+            f"{described(loss_fn)}: its result: got {structure.in_words(out)}, wanted loss or (loss, aux); "
             "put all else that it returns into aux, a dict"
         )
     return out, {}
@@ -241,7 +241,7 @@ def loss_and_aux(loss_fn: Callable, out: Any) -> tuple[Any, Any]:
 def _require_gradient(loss_fn: Callable, loss: Any) -> None:
     """ValueError unless a gradient of the loss can be taken."""
     if not isinstance(loss, torch.Tensor):
-        got, fix = tree.in_words(loss), "keep it a tensor: no .item(), no float()"
+        got, fix = structure.in_words(loss), "keep it a tensor: no .item(), no float()"
         if loss is None:
             fix = "return it"
         elif isinstance(loss, dict):

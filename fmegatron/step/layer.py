@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Precision, Wire
+from fmegatron.collectives import Axes, Precision
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
 from fmegatron.step.torch_private import outside_of_tracing
-from fmegatron.step.trace import described
+from fmegatron.step.tracing import described
+from fmegatron.tree import structure
 
 __all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
 
@@ -30,8 +32,8 @@ __all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "uns
 # ---- a stack of layers -----------------------------------------------------------------------------------------------
 def layers(
     block: Callable,
-    params: tree.Tree,
-    layouts: tree.Tree,
+    params: structure.Tree,
+    layouts: structure.Tree,
     axes: Axes,
     save: Policy | None = "mincut",
     *,
@@ -68,7 +70,7 @@ def layers(
     splits dim 0, and for a block that returns something else.
     """
     axes.require(layouts, "layers")
-    of_one = tree.map_with_path(_of_one_layer, layouts)
+    of_one = structure.map_with_path(_of_one_layer, layouts)
     wires = Wire() if precision is None else precision.wires(of_one)
     how = {"layouts": of_one, "axis": axes[axes.data], "wire": wires, "reshard_after_forward": reshard_after_forward}
     gather = functools.partial(nn.gather_tree, **how)
@@ -83,8 +85,8 @@ def layers(
                 others.append(more)
             if not isinstance(x, torch.Tensor):
                 raise ValueError(
-                    f"layers: the block {described(block)} returned {tree.in_words(x)}: got no tensor that the next "
-                    "layer could take, wanted x or (x, more); put all else into one tree beside it"
+                    f"layers: the block {described(block)} returned {structure.in_words(x)}: got no tensor that the "
+                    "next layer could take, wanted x or (x, more); put all else into one tree beside it"
                 )
         return (x, others) if others else x
 
@@ -118,13 +120,13 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
     return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:], padded=layout.padded)
 
 
-def unstack(stacked: tree.Tree) -> list:
+def unstack(stacked: structure.Tree) -> list:
     """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
-    paths, leaves, spec = tree.flatten(stacked)
+    paths, leaves, spec = structure.flatten(stacked)
     counts = {path: leaf.shape[0] if leaf.dim() else None for path, leaf in zip(paths, leaves, strict=True)}
     if None in counts.values() or len(set(counts.values())) != 1:
         raise ValueError(f"unstack: got layers (dim 0) {counts or 'of no leaf'}, wanted the same number in each leaf")
-    return [tree.unflatten(spec, list(layer)) for layer in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+    return [structure.unflatten(spec, list(layer)) for layer in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
 
 
 # ---- one layer -------------------------------------------------------------------------------------------------------
@@ -160,16 +162,16 @@ class CompiledLayer:
         _require_tensors(self.fn, x, shards, (rest, named))
         weights, trained = self._weights(x, shards)
         inputs = (x, weights, rest, named)
-        key = (tree.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained)
+        key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained)
         if key not in self.halves:
             with outside_of_tracing():
                 with joint_graph(inputs, f"layer {described(self.fn)}", trained) as call:
                     given, of, others, by_name = call.given
                     call.result = self.fn(given, of, *others, **by_name)
                 self.halves[key] = _cut(call.joint, self.save, self.name)
-        specs = tuple(tree.flatten(given)[2] for given in (shards, (rest, named)))
+        specs = tuple(structure.flatten(given)[2] for given in (shards, (rest, named)))
         pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
-        return tree.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
+        return structure.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
 
     def _weights(self, x: torch.Tensor, shards: Any) -> tuple[Any, tuple[bool, ...]]:
         """(the weights without history, for each leaf whether a gradient of it is made).
@@ -218,7 +220,7 @@ def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: i
 def _of_function(save, label, offload, fn: Callable, prepare: Callable | None = None, *others) -> CompiledLayer:
     if not callable(fn) or others:
         raise ValueError(
-            f"compiled_layer: got {tree.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y; the layer of "
+            f"compiled_layer: got {structure.in_words(fn)}, wanted a function fn(x, weights, *rest) -> y; the layer of "
             "a function is compiled_layer(save=...)(fn), and is called with (x, weights, *rest)"
         )
     name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
@@ -232,16 +234,16 @@ def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs"
 
 def _require_tensors(fn: Callable, x: Any, shards: Any, rest: Any) -> None:
     """ValueError, naming the argument, for what is no tensor, and for a gradient that would have nowhere to go."""
-    shard_paths, shard_leaves, _ = tree.flatten(shards)
+    shard_paths, shard_leaves, _ = structure.flatten(shards)
     for path, t in [("x", x), *((f"shards {p!r}", t) for p, t in zip(shard_paths, shard_leaves, strict=True))]:
         if not isinstance(t, torch.Tensor):
             raise ValueError(
-                f"layer {described(fn)}: {path}: got {tree.in_words(t)}, wanted a tensor; give fn its constants with "
-                "functools.partial, and other arrays behind the shards"
+                f"layer {described(fn)}: {path}: got {structure.in_words(t)}, wanted a tensor; give fn its constants "
+                "with functools.partial, and other arrays behind the shards"
             )
-    for path, t in zip(*tree.flatten(rest)[:2], strict=True):
+    for path, t in zip(*structure.flatten(rest)[:2], strict=True):
         if not isinstance(t, torch.Tensor) or t.requires_grad:
-            got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else tree.in_words(t)
+            got = "a tensor that needs a gradient" if isinstance(t, torch.Tensor) else structure.in_words(t)
             raise ValueError(
                 f"layer {described(fn)}: argument {path[2:]!r} after the shards: got {got}, wanted a tensor without a "
                 "gradient; make what needs one part of the shards, or detach it; bind what is no tensor with "
@@ -292,7 +294,7 @@ class _Layer(torch.autograd.Function):
         weights = shards
         if layer.prepare is not None:
             with torch.enable_grad():
-                weights = tree.leaves(layer.prepare(tree.unflatten(shard_spec, shards)))
+                weights = tree.leaves(layer.prepare(structure.unflatten(shard_spec, shards)))
         inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
         given = [*residuals, *[inputs[i] for i in parts.kept_inputs], *[gs[i].contiguous() for i in parts.taken]]
         grads = dict(zip(parts.differentiable, ctx.pair.backward(given), strict=True))

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.collectives import (
-    AXIS_INDEX,
-    REDUCE_SCATTER,
-    Collective,
-    Group,
-    World,
-    collective_of,
-    in_product_form,
-    require_mesh_of_graph,
-)
+from fmegatron.collectives import World, kinds, product_forms, table
+from fmegatron.collectives.real import Group
 from fmegatron.step.graph.nodes import int_of, items_of, meta_of, symbolic_nodes
 from fmegatron.step.torch_private import graph_module_of, make_fx, outside_of_tracing
 
@@ -54,17 +46,17 @@ def lower(
         raise ValueError(
             f"{_collective(first).name} over {'+'.join(_axes(first))} at {first.meta.get('at', '?')}: got no "
             "world, wanted one, since the step communicates; give jit(..., world=connect(mesh)), or look at the step "
-            "with fmegatron.testing.simulate"
+            "with fmegatron.testing.simulation"
         )
     if world is not None and found:
-        require_mesh_of_graph(graph_module.graph, world.mesh, "jit", "the world")
+        kinds.require_mesh_of_graph(graph_module.graph, world.mesh, "jit", "the world")
     module = copy_module(graph_module)
     graph = module.graph
     snippets, index_inputs = {}, {}
     last_placeholder = next(reversed(graph.find_nodes(op="placeholder")), None)
     for node in symbolic_nodes(graph):
         axes = _axes(node)
-        if collective_of(node.target) is AXIS_INDEX:
+        if kinds.collective_of(node.target) is table.AXIS_INDEX:
             if axes not in index_inputs:
                 with graph.inserting_after(last_placeholder):
                     index_inputs[axes] = last_placeholder = graph.placeholder("index_" + "_".join(axes))
@@ -89,9 +81,9 @@ def _axes(node: torch.fx.Node) -> tuple[str, ...]:
     return tuple(items_of(node.args[1]))
 
 
-def _collective(node: torch.fx.Node) -> Collective:
+def _collective(node: torch.fx.Node) -> kinds.Collective:
     """The collective of a symbolic node."""
-    found = collective_of(node.target)
+    found = kinds.collective_of(node.target)
     assert found is not None, f"{node} is a symbolic collective"
     return found
 
@@ -105,7 +97,7 @@ def _inline(graph, node, axes, world, fake_mode, snippets, by_products) -> list[
     key = (collective, axes, len(counts), repr(fixed), tuple(meta_of(x.meta["val"]) for x in given))
     if key not in snippets:
         group, arguments = Group(world, axes), collective.read(fixed)
-        form = in_product_form(collective) if by_products else collective.real
+        form = product_forms.in_product_form(collective) if by_products else collective.real
 
         def real(*tensors: torch.Tensor) -> list[torch.Tensor]:
             own = iter(tensors[len(given) - len(counts) :])
@@ -124,7 +116,9 @@ def _inline(graph, node, axes, world, fake_mode, snippets, by_products) -> list[
                 continue
             copy = graph.node_copy(inner, lambda n: mapped[n])
             copy.meta["at"] = node.meta.get("at", "?")
-            copy.meta["symbolic"] = collective.name if collective is REDUCE_SCATTER else None  # what it is a part of
+            copy.meta["symbolic"] = (
+                collective.name if collective is table.REDUCE_SCATTER else None
+            )  # what it is a part of
             copy.meta["collective"] = collective
             mapped[inner] = copy
     return [mapped[result] for result in snippet.output_node().args[0]]

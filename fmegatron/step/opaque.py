@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fmegatron.collectives import ALL_TO_ALL_ROWS, PPERMUTE, collective_of
+from fmegatron.collectives import kinds, table
 from fmegatron.step.graph.nodes import OPAQUE, RUNS, entry_of, items_of, meta_of, opaque_entries, user_line
 from fmegatron.step.output_buffers import with_own_outputs
-from fmegatron.step.overlap import Overlap
+from fmegatron.step.overlap.schedule import Overlap
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.torch_private import below_autograd, last_call_of, outside_of_tracing
-from fmegatron.step.trace import line_here
+from fmegatron.step.tracing import line_here
 
 __all__ = ["Entry", "Replay", "inline_layers"]
 
@@ -119,7 +119,9 @@ class Entry:
         """
         graph = self.graph_module.graph
         if target.overlap is not None and not opaque_entries(graph):
-            hides = any(collective_of(node.target) in (ALL_TO_ALL_ROWS, PPERMUTE) for node in graph.nodes)
+            hides = any(
+                kinds.collective_of(node.target) in (table.ALL_TO_ALL_ROWS, table.PPERMUTE) for node in graph.nodes
+            )
             target = replace(target, overlap=Overlap(0, bucket_bytes=0, join_ends=False) if hides else None)
         world = target.world
         # What is compiled for ranks is kept by their World and ends with it.

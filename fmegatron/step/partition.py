@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives import torch_private
 from fmegatron.step.graph.nodes import declared_in, items_of
 from fmegatron.step.opaque import Replay
 from fmegatron.step.purity import require_pure
@@ -27,7 +27,8 @@ from fmegatron.step.torch_private import (
     min_cut,
     outside_of_tracing,
 )
-from fmegatron.step.trace import make_fakes, record, recorded
+from fmegatron.step.tracing import make_fakes, record, recorded
+from fmegatron.tree import structure
 
 __all__ = ["Joint", "Partition", "Policy", "has_gradient", "joint_graph", "partition", "require_policy"]
 
@@ -94,20 +95,20 @@ def joint_graph(inputs: tuple[Any, Any, tuple, dict], name: str, trained: Sequen
     The graph is made functional behind it: autograd's formulas contain in-place ops, and the partitioner needs a
     functional graph; functionalizing refuses `requires_grad_`, so the gradients are recorded before.
     """
-    tensors, spec = tree.leaves(inputs), tree.flatten(inputs)[2]
+    tensors, spec = tree.leaves(inputs), structure.flatten(inputs)[2]
     differentiable = [has_gradient(inputs[0]), *trained]
     differentiable += [False] * (len(tensors) - len(differentiable))
     mode, call = FakeTensorMode(), Call()
     fakes = make_fakes(tensors, mode)
     with record(mode, name) as recorder:
         primals = [t.detach().requires_grad_(d) for t, d in zip(recorder.inputs(fakes), differentiable, strict=True)]
-        call.given = cast("tuple[Any, Any, tuple, dict]", tree.unflatten(spec, primals))
+        call.given = cast("tuple[Any, Any, tuple, dict]", structure.unflatten(spec, primals))
         yield call
-        paths, ys, nesting = tree.flatten(call.result)
+        paths, ys, nesting = structure.flatten(call.result)
         for path, y in zip(paths, ys, strict=True) if ys else [("", call.result)]:
             if not isinstance(y, torch.Tensor):
                 raise ValueError(
-                    f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(y)}, wanted a tensor; "
+                    f"{name}: its result{f' {path!r}' if path else ''}: got {structure.in_words(y)}, wanted a tensor; "
                     "return tensors, in any nesting"
                 )
         # Whole numbers, detached values and constants have no gradient, whatever they are made of
@@ -153,7 +154,7 @@ def _functionalize(raw, fakes, tangents, mode) -> torch.fx.GraphModule:
     graph_module.graph.eliminate_dead_code()
     for node in graph_module.graph.nodes:
         node.meta["at"] = node.meta.get("stack_trace") or "?"
-        mutable = isinstance(node.target, Op) and schema_of(node.target).is_mutable
+        mutable = isinstance(node.target, Op) and torch_private.schema_of(node.target).is_mutable
         assert not mutable, f"{node.target} survived functionalization"
     return graph_module
 
@@ -243,7 +244,7 @@ def _is_view(node) -> bool:
         return node.meta["val"].stride() == node.args[0].meta["val"].stride()
     if node.target is UNSAFE_VIEW:
         return True
-    return any(r.alias_info is not None for r in schema_of(node.target).returns)
+    return any(r.alias_info is not None for r in torch_private.schema_of(node.target).returns)
 
 
 def _base(node: Any) -> Any:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmegatron import tree
-from fmegatron.collectives import Axes, Axis, psum
+from fmegatron.collectives import Axes, axes, psum
 from fmegatron.step.graph.nodes import user_line
-from fmegatron.step.trace import as_of, described, line_here
+from fmegatron.step.tracing import as_of, described, line_here
+from fmegatron.tree import arithmetic, structure
 
 __all__ = [
     "Part",
@@ -61,7 +61,7 @@ class Part:
     def __mul__(self, weight: float | Tensor | Part) -> Part:
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not number and not isinstance(weight, Part) and not (isinstance(weight, Tensor) and not weight.dim()):
-            got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else tree.in_words(weight)
+            got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else structure.in_words(weight)
             raise ValueError(
                 f"weight of a part: got {got}, wanted a number, a 0-d tensor that is equal on all ranks, or another "
                 "mean; what differs from token to token is multiplied before the total is summed"
@@ -72,7 +72,7 @@ class Part:
 
     def __add__(self, other: object) -> Part:
         raise ValueError(
-            f"a mean and {tree.in_words(other)}: got their sum, wanted both by name, as each has its own count; return "
+            f"a mean and {structure.in_words(other)}: got their sum, wanted both by name, as each has its own count; return "
             'a dict of them: {"lm": lm, "z": 0.1 * z}'
         )
 
@@ -96,7 +96,9 @@ def mean(total: Tensor, count: Tensor | float, over: Sequence[str] | str | None 
     Raises ValueError for a total that is not floating, a count of another shape or of 16 bits, or one that is none.
     """
     if not isinstance(total, Tensor) or not total.is_floating_point():
-        raise ValueError(f"mean: total: got {tree.in_words(total)}, wanted a floating tensor, the sum over these rows")
+        raise ValueError(
+            f"mean: total: got {structure.in_words(total)}, wanted a floating tensor, the sum over these rows"
+        )
     if isinstance(count, Tensor):
         if count.dim():
             raise ValueError(f"mean: count: got shape {tuple(count.shape)}, wanted one number; take its .sum()")
@@ -110,7 +112,7 @@ def mean(total: Tensor, count: Tensor | float, over: Sequence[str] | str | None 
         # A whole number stays one until it is added up in fp64: a count above 2^24 is not rounded.
         count = count.detach() if count.requires_grad else count
     elif isinstance(count, bool) or not isinstance(count, int | float) or not math.isfinite(count):
-        raise ValueError(f"mean: count: got {tree.in_words(count)}, wanted a 0-d tensor or a finite number")
+        raise ValueError(f"mean: count: got {structure.in_words(count)}, wanted a 0-d tensor or a finite number")
     over = (over,) if isinstance(over, str) else over if over is None else tuple(over)
     return Part(total, count, (), over, user_line(line_here()))
 
@@ -124,7 +126,7 @@ def parts_of(loss_fn: Callable, loss: Any) -> dict[str, Part] | None:
     for name, part in loss.items():
         if not isinstance(part, Part) or not isinstance(name, str):
             raise ValueError(
-                f"{described(loss_fn)}: part {name!r} of its loss: got {tree.in_words(part)}, wanted "
+                f"{described(loss_fn)}: part {name!r} of its loss: got {structure.in_words(part)}, wanted "
                 "step.mean(total, count); what is no part of the loss goes behind it: return parts, metrics"
             )
     if "loss" in loss and len(loss) > 1:
@@ -138,7 +140,9 @@ def parts_of(loss_fn: Callable, loss: Any) -> dict[str, Part] | None:
 def require_names(loss_fn: Callable, parts: Mapping[str, Part], metrics: Mapping[str, Any]) -> None:
     """ValueError for metrics that are no dict, and for one with the name of one that the step makes of the parts."""
     if not isinstance(metrics, dict):
-        raise ValueError(f"{described(loss_fn)}: beside parts: got {tree.in_words(metrics)}, wanted a dict of metrics")
+        raise ValueError(
+            f"{described(loss_fn)}: beside parts: got {structure.in_words(metrics)}, wanted a dict of metrics"
+        )
     taken = {"loss", *parts, *(f"{name}/count" for name in parts)} & set(metrics)
     if taken:
         name = min(taken)
@@ -227,7 +231,7 @@ def terms(
         if part.total.dim():
             raise ValueError(f"metric {name!r}: got a total of shape {tuple(part.total.shape)}, wanted its sum")
         count = part.count if isinstance(part.count, Tensor) else _count("", part, sums, axes, n)
-        _note(shown, "metric", name, part.total.to(tree.working_dtype(part.total.dtype)), part, axes, count)
+        _note(shown, "metric", name, part.total.to(arithmetic.working_dtype(part.total.dtype)), part, axes, count)
         if isinstance(count, Tensor):  # of no gradient, and so not known before
             shown.totals[_over(part, axes).key][f"count {name}"] = count.double()
     assert loss is not None, "a loss has parts"
@@ -276,7 +280,7 @@ def means(parts: Mapping[str, Part], axes: Axes) -> dict[str, Tensor]:
     """
     named = dict(parts) if isinstance(parts, Mapping) else {}
     if not named or not all(isinstance(part, Part) for part in named.values()):
-        raise ValueError(f"means: got {tree.in_words(parts)}, wanted {{name: step.mean(total, count)}}")
+        raise ValueError(f"means: got {structure.in_words(parts)}, wanted {{name: step.mean(total, count)}}")
     sums = summed([before(named, axes)], axes, lines_of(named.values(), axes))
     _, found = finished([terms(named, {}, sums, axes, 1)[1]], sums, axes)
     return {name: value for name, value in found.items() if name != "loss" or name in named}
@@ -285,7 +289,7 @@ def means(parts: Mapping[str, Part], axes: Axes) -> dict[str, Tensor]:
 # ---- of one part -----------------------------------------------------------------------------------------------------
 class _Over(NamedTuple):
     key: str
-    axis: Axis
+    axis: axes.Axis
 
 
 def _over(part: Part, axes: Axes) -> _Over:
@@ -320,7 +324,7 @@ def _inverse(count: Any) -> Any:
 
 def _total(name: str, part: Part, sums: Mapping[str, Tensor], axes: Axes, n: int) -> Tensor:
     """The total, 0-d, times the means among the weights, element by element. Differentiable, a pending sum."""
-    total = part.total.to(tree.working_dtype(part.total.dtype))
+    total = part.total.to(arithmetic.working_dtype(part.total.dtype))
     shapes = {w.total.shape for w in part.weights if isinstance(w, Part)}
     if total.dim() and total.shape not in shapes or any(shape not in ((), total.shape) for shape in shapes):
         raise ValueError(

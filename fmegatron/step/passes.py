@@ -14,7 +14,8 @@ from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import RUNS, entry_of, opaque_entries
 from fmegatron.step.lower import RankInputs, copy_module, lower
-from fmegatron.step.overlap import KEEP_WAITS, Overlap, overlapped, units
+from fmegatron.step.overlap.gathers import units
+from fmegatron.step.overlap.schedule import KEEP_WAITS, Overlap, overlapped
 from fmegatron.step.write_back import write_back, writes_last
 
 __all__ = ["PASSES", "Program", "Target"]

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives import torch_private
 from fmegatron.step.graph.nodes import storage_of, written_by
 from fmegatron.step.torch_private import FakeTensor, Op, outside_of_tracing
+from fmegatron.tree import structure
 
 __all__ = ["generators_kept", "require_keyed", "require_no_generator", "require_no_hidden_tensors", "require_pure"]
 
@@ -30,7 +31,7 @@ def require_no_hidden_tensors(paths: list[str], leaves: list, name: str) -> None
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) and _hides_tensors(leaf):
             raise ValueError(
-                f"{name}: its result{f' {path!r}' if path else ''}: got {tree.in_words(leaf)}, wanted tensors in "
+                f"{name}: its result{f' {path!r}' if path else ''}: got {structure.in_words(leaf)}, wanted tensors in "
                 "dicts, lists, tuples or NamedTuples; return those, and make sets, objects or iterators of them outside"
             )
 
@@ -86,7 +87,7 @@ def require_no_generator(paths: list[str], leaves: list, name: str) -> None:
 
 
 def _draws(node: torch.fx.Node) -> bool:
-    if not isinstance(node.target, Op) or (schema := schema_of(node.target)).name in _KEYED:
+    if not isinstance(node.target, Op) or (schema := torch_private.schema_of(node.target)).name in _KEYED:
         return False
     takes_one = any("Generator" in str(argument.type) for argument in schema.arguments)
     if not takes_one and torch.Tag.nondeterministic_seeded not in node.target.tags:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, Wire, reshard_many
+from fmegatron.collectives import Axes, resharding
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout
-from fmegatron.tree.labels import labelled
+from fmegatron.tree import labels, structure
 
 __all__ = ["raw_gradient_layout", "reduce_gradients"]
 
@@ -18,11 +19,11 @@ def raw_gradient_layout(layout: Layout, data_axes: tuple[str, ...]) -> Layout:
 
 
 def reduce_gradients(
-    grads: tree.Tree,
-    to: tree.Tree = None,
-    wire: Wire | tree.Tree = Wire(),  # noqa: B008  a frozen value
+    grads: structure.Tree,
+    to: structure.Tree = None,
+    wire: Wire | structure.Tree = Wire(),  # noqa: B008  a frozen value
     together: int = 0,
-) -> tree.Tree:
+) -> structure.Tree:
     """Sum the gradients of replicas over the data axes, into the layouts of their parameters.
 
     Args:
@@ -46,22 +47,24 @@ def reduce_gradients(
     return _summed(grads, sources, targets, axes, wire, together)
 
 
-def reduced_to(grads: tree.Tree, params: tree.Tree, axes: Axes, to: tree.Tree, wire: tree.Tree, together: int):
+def reduced_to(
+    grads: structure.Tree, params: structure.Tree, axes: Axes, to: structure.Tree, wire: structure.Tree, together: int
+):
     """`reduce_gradients` of a step that knows the layouts of the parameters, and its own data axes."""
     sources = [raw_gradient_layout(layout, axes.data) for layout in tree.leaves(params)]
     return _summed(grads, sources, tree.leaves(to), axes, wire, together)
 
 
 def _summed(grads, sources, targets, axes, wire, together):
-    _, leaves, spec = tree.flatten(grads)
+    _, leaves, spec = structure.flatten(grads)
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
-    reduced = tree.unflatten(spec, reshard_many(leaves, sources, targets, axes, wires, together))
-    return known_as(reduced, tree.unflatten(spec, targets))
+    reduced = structure.unflatten(spec, resharding.reshard_many(leaves, sources, targets, axes, wires, together))
+    return known_as(reduced, structure.unflatten(spec, targets))
 
 
-def known_as(values: tree.Tree, layouts: tree.Tree) -> tree.Tree:
+def known_as(values: structure.Tree, layouts: structure.Tree) -> structure.Tree:
     """The values, known to lie so, each in its own dtype: what a step has computed."""
-    return tree.map(lambda x, layout: labelled(x, layout.replace(dtype=x.dtype)), values, layouts)
+    return tree.map(lambda x, layout: labels.labelled(x, layout.replace(dtype=x.dtype)), values, layouts)
 
 
 def widened(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

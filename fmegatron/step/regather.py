@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fmegatron.collectives import collective_of
-from fmegatron.collectives.kept import is_kept
-from fmegatron.collectives.table import ALL_GATHER, PMAX, REDUCE_SCATTER
+from fmegatron.collectives import kept, kinds, table
 from fmegatron.step.graph.nodes import int_of, is_light, is_view, items_of
 from fmegatron.step.lower import copy_module
 from fmegatron.step.torch_private import opname
@@ -100,14 +98,15 @@ class _Trace:
         self.arrays: list[_Array] = []
         movable, placed = set(), set()
         for node in self.nodes:
-            collective = collective_of(node.target)
+            collective = kinds.collective_of(node.target)
             if node.op in ("placeholder", "get_attr") or (
-                all(x in movable for x in node.all_input_nodes) and (is_light(node) or collective in (ALL_GATHER, PMAX))
+                all(x in movable for x in node.all_input_nodes)
+                and (is_light(node) or collective in (table.ALL_GATHER, table.PMAX))
             ):
                 movable.add(node)
             if node not in movable or node.op != "call_function":
                 continue
-            if collective is ALL_GATHER and not any(x in self.behind for x in node.all_input_nodes):
+            if collective is table.ALL_GATHER and not any(x in self.behind for x in node.all_input_nodes):
                 placed.add(node)
             elif node.target is operator.getitem and node.args[0] in placed:
                 index = int_of(node.args[1])
@@ -117,13 +116,13 @@ class _Trace:
                 self.behind[node] = of
         fixed = set()
         for node in self.nodes:
-            if node in self.behind and collective_of(node.target) is None:
+            if node in self.behind and kinds.collective_of(node.target) is None:
                 continue
             for array in dict.fromkeys(a for x in node.all_input_nodes for a in self.behind.get(x, ())):
                 array.reads.append((self.position[node], node))
                 if node.op == "output" or node in self.behind:
                     fixed.add(array.gather)
-        fixed |= {a.gather for a in self.arrays if is_kept(a.gather.meta)}
+        fixed |= {a.gather for a in self.arrays if kept.is_kept(a.gather.meta)}
         laid = [{a.gather for a in of} for of in self.behind.values() if len(of) > 1]
         while more := {gather for of in laid if of & fixed for gather in of - fixed}:
             fixed |= more  # what is laid out of both is where the later one is
@@ -252,7 +251,7 @@ class _Placing:
             copied: dict[fx.Node, fx.Node] = {}
             sources = [self._again(self._source(use.array), first.at, copied) for use in bucket]
             places = [items_of(use.array.gather.args[3])[use.array.index] for use in bucket]
-            node = self.graph.call_function(ALL_GATHER.op, (sources, *old.args[1:3], places), dict(old.kwargs))
+            node = self.graph.call_function(table.ALL_GATHER.op, (sources, *old.args[1:3], places), dict(old.kwargs))
             node.meta = {**old.meta, "val": [use.array.item.meta["val"] for use in bucket]}
             if _is_backward(first.reader):
                 node.meta |= {"backward": True, "at": f"{old.meta.get('at', '?')}{_OF_BACKWARD}"}
@@ -297,7 +296,7 @@ def _reduce_when_ready(graph: fx.Graph, arrays: list[_Array], together: int) -> 
     later = [node for a in arrays if a.again for at, node in a.reads if a.version(at)]
     over, position = {repr(a.gather.args[1:3]) for a in arrays}, {n: i for i, n in enumerate(graph.nodes)}
     for node in list(position):
-        if collective_of(node.target) is not REDUCE_SCATTER or not _is_backward(node):
+        if kinds.collective_of(node.target) is not table.REDUCE_SCATTER or not _is_backward(node):
             continue
         sent = items_of(node.args[0])
         ready = [_made_by(x) for x in sent]
@@ -358,7 +357,9 @@ class _Reducing:
             sent = [self._laid(self.sent[i], self.ready[i], copied) for i in bucket]
             places = [items_of(self.node.args[3])[i] for i in bucket]
             part = self.graph.call_function(
-                REDUCE_SCATTER.op, (sent, *self.node.args[1:3], places, *self.node.args[4:]), dict(self.node.kwargs)
+                table.REDUCE_SCATTER.op,
+                (sent, *self.node.args[1:3], places, *self.node.args[4:]),
+                dict(self.node.kwargs),
             )
             part.meta = {**self.node.meta, "val": [self.node.meta["val"][i] for i in bucket]}
             found = {}

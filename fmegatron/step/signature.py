@@ -14,6 +14,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step.graph.nodes import meta_text
+from fmegatron.tree import structure
 
 __all__ = ["differences", "require_constants", "signature_of"]
 
@@ -79,7 +80,7 @@ def _held(x: Any, above: tuple) -> Any:
 
 def require_constants(args: tuple) -> None:
     """ValueError for a leaf that is neither a tensor nor can be part of a signature (such as a numpy array)."""
-    paths, leaves, _ = tree.flatten(args)
+    paths, leaves, _ = structure.flatten(args)
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, torch.Tensor) and type(x).__hash__ is None:
             raise ValueError(

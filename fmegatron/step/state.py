@@ -10,12 +10,13 @@ import optree
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Wire, reshard_many
-from fmegatron.layout import DataParallel, Layout, Placed
+from fmegatron.collectives import Axes, resharding
+from fmegatron.collectives.wires import Wire
+from fmegatron.layout import DataParallel, Layout, data_parallel
+from fmegatron.optim import transform
+from fmegatron.optim.average import average_of
 from fmegatron.step.torch_private import register_node
-from fmegatron.tree.labels import alike
-from fmegatron.tree.spec import strategy_of
-from fmegatron.tree.torch_private import EVERY_NAMESPACE
+from fmegatron.tree import labels, spec, structure, torch_private
 
 __all__ = [
     "State",
@@ -54,7 +55,7 @@ class State(Sequence):
     __slots__ = ("_ended", "_fields_made", "_unseen")
     _fields: ClassVar[tuple[str, ...]] = ("step", "params", "opt")
 
-    def __init__(self, step: tree.Tree, params: tree.Tree, opt: tree.Tree):
+    def __init__(self, step: structure.Tree, params: structure.Tree, opt: structure.Tree):
         self._fields_made, self._unseen, self._ended = (step, params, opt), None, None
 
     def __init_subclass__(cls) -> None:
@@ -84,17 +85,17 @@ class State(Sequence):
         self._fields_made, self._unseen, self._ended = None, made, None
 
     @property
-    def step(self) -> tree.Tree:
+    def step(self) -> structure.Tree:
         """Updates done, 0-d int64."""
         return self._seen()[0]
 
     @property
-    def params(self) -> tree.Tree:
+    def params(self) -> structure.Tree:
         """The tree of the parameters."""
         return self._seen()[1]
 
     @property
-    def opt(self) -> tree.Tree:
+    def opt(self) -> structure.Tree:
         """The optimizer's state."""
         return self._seen()[2]
 
@@ -119,7 +120,7 @@ class State(Sequence):
     def __len__(self) -> int:
         return len(State._fields)
 
-    def __getitem__(self, i: int) -> tree.Tree:
+    def __getitem__(self, i: int) -> structure.Tree:
         return self._seen()[i]
 
     def __eq__(self, other: object) -> bool:
@@ -140,21 +141,21 @@ cast("Any", optree.register_pytree_node)(  # its types want a Collection
     lambda state: (state._seen(), None, State._fields),
     lambda _, fields: State(*fields),
     path_entry_type=optree.GetAttrEntry,
-    namespace=EVERY_NAMESPACE,
+    namespace=torch_private.EVERY_NAMESPACE,
 )
 register_node(State, lambda state: (list(state._seen()), None), lambda fields, _: State(*fields))
 
 
-def placements(param_layouts: tree.Tree, strategy: DataParallel) -> Placed:
+def placements(param_layouts: structure.Tree, strategy: DataParallel) -> data_parallel.Placed:
     """Three trees of Layouts for a tree of the parameters' layouts at rest: theirs, the gradients', the optimizer's.
 
     In a step matrix optimizers (`optim.muon`) see parameters in the layouts `placements(...).optim`.
     """
     grads = tree.map(strategy.grads_layout, param_layouts)
-    return Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
+    return data_parallel.Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
 
 
-def state_specs(param_specs: tree.Tree, optimizer: optim.Optimizer, strategy: DataParallel | None = None) -> State:
+def state_specs(param_specs: structure.Tree, optimizer: optim.Optimizer, strategy: DataParallel | None = None) -> State:
     """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
@@ -165,7 +166,7 @@ def state_specs(param_specs: tree.Tree, optimizer: optim.Optimizer, strategy: Da
     Raises ValueError for an optimizer that is none, and for another strategy than that of the specs.
     """
     require_optimizer(optimizer, "state_specs")
-    mesh, stated = tree.leaves(param_specs)[0].mesh, strategy_of(param_specs)
+    mesh, stated = tree.leaves(param_specs)[0].mesh, spec.strategy_of(param_specs)
     if strategy is not None and stated is not None and stated != strategy:
         raise ValueError(
             f"state_specs: got the strategy {strategy} and specs of {stated}, wanted one; say it where the specs are "
@@ -180,14 +181,14 @@ def state_specs(param_specs: tree.Tree, optimizer: optim.Optimizer, strategy: Da
 
 def require_optimizer(optimizer: Any, who: str) -> None:
     """ValueError for what is no Optimizer, such as a Transform."""
-    if isinstance(optimizer, optim.Transform):
+    if isinstance(optimizer, transform.Transform):
         raise ValueError(
             f"{who}: optimizer: got an optim.Transform, wanted an optim.Optimizer; make one of it and a "
             "rate: optim.optimizer(direction=transform, rate=optim.scale_by_learning_rate(1e-3))"
         )
     if not isinstance(optimizer, optim.Optimizer):
         raise ValueError(
-            f"{who}: optimizer: got {tree.in_words(optimizer)}, wanted an optim.Optimizer, such as "
+            f"{who}: optimizer: got {structure.in_words(optimizer)}, wanted an optim.Optimizer, such as "
             "optim.adamw(1e-3); Optimizer(init, update) makes one of two functions of your own"
         )
 
@@ -199,7 +200,7 @@ def _seen(param_specs: Any, strategy: DataParallel | None) -> Any:
     return tree.map(lambda spec: dataclasses.replace(spec, layout=strategy.optim_layout(spec.layout)), param_specs)
 
 
-def averaged_params(state: State) -> tree.Tree:
+def averaged_params(state: State) -> structure.Tree:
     """The average of the parameters (`optim.averaged`) in the place of the parameters: same layouts, same dtypes.
 
     A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it
@@ -208,7 +209,7 @@ def averaged_params(state: State) -> tree.Tree:
     The arrays of the state know their layouts, or all are full. Raises ValueError, naming the leaf, where one does not
     know its layout among others that do, and for an optimizer that keeps no average.
     """
-    average = optim.average_of(state.opt)
+    average = average_of(state.opt)
     trained, frozen = tree.partition(state.params, set(tree.paths(average)).__contains__)
     narrow = tree.map(lambda a, p: a.to(p.dtype), average, trained)
     if not any(tree.layout_of(x) for x in tree.leaves((average, trained))):
@@ -221,9 +222,11 @@ def averaged_params(state: State) -> tree.Tree:
 
 def moved(values: Any, sources: Any, targets: Any, axes: Axes, wire: Any, together: int) -> Any:
     """A tree of values from one tree of layouts to another, small leaves together (`reshard_many`)."""
-    _, leaves, spec = tree.flatten(values)
+    _, leaves, spec = structure.flatten(values)
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
-    return tree.unflatten(spec, reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wires, together))
+    return structure.unflatten(
+        spec, resharding.reshard_many(leaves, tree.leaves(sources), tree.leaves(targets), axes, wires, together)
+    )
 
 
 def lying_as(new: State, old: Any) -> State:
@@ -231,12 +234,12 @@ def lying_as(new: State, old: Any) -> State:
 
     These are statements like all others: the check proves what is computed by them, and takes none for granted.
     """
-    _, leaves, spec = tree.flatten(new)
-    _, before, given = tree.flatten(State(old.step, old.params, old.opt))
+    _, leaves, spec = structure.flatten(new)
+    _, before, given = structure.flatten(State(old.step, old.params, old.opt))
     if spec != given:  # of an optimizer of one's own; who jits the step is told
         return new
-    known = [alike(x, y) if x.shape == y.shape else x for x, y in zip(leaves, before, strict=True)]
-    return tree.unflatten(spec, known)
+    known = [labels.alike(x, y) if x.shape == y.shape else x for x, y in zip(leaves, before, strict=True)]
+    return structure.unflatten(spec, known)
 
 
 def require_state(state: Any, batch: Any) -> None:
@@ -251,7 +254,7 @@ def require_state(state: Any, batch: Any) -> None:
     elif isinstance(state, tuple | list) and len(state) == len(State._fields):
         fix = "give State(*it)"
     raise ValueError(
-        f"train_step: its first argument: got {tree.in_words(state)}, wanted a State(step, params, opt); {fix}"
+        f"train_step: its first argument: got {structure.in_words(state)}, wanted a State(step, params, opt); {fix}"
     )
 
 

@@ -10,15 +10,14 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from fmegatron.collectives import COLLECTIVES, PSUM, Collective, World, collective_of, require_mesh_of_graph
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives import World, kinds, table, torch_private
 from fmegatron.layout import Mesh
 from fmegatron.step.graph.nodes import entry_of, items_of, node_of
 from fmegatron.step.torch_private import Op, opname
 
 __all__ = ["Transfer", "bytes_sent", "collectives_of"]
 
-_FUNCTIONAL = MappingProxyType({one.functional: one for one in COLLECTIVES if one.functional})
+_FUNCTIONAL = MappingProxyType({one.functional: one for one in table.COLLECTIVES if one.functional})
 _ENDINGS = ("_out", "_coalesced", "_")  # of the variants of a functional collective
 
 
@@ -55,10 +54,10 @@ def collectives_of(graph: fx.Graph, mesh: Mesh) -> list[Transfer]:
     graph: as traced (`Jitted.graph("trace")`, `trace(...).graph_module.graph`) or lowered (`Jitted.graph("lower")` and
     what passes made of it). mesh: the mesh that its axes belong to (ValueError where a traced graph has another).
     """
-    require_mesh_of_graph(graph, mesh, "collectives_of", "the argument")
+    kinds.require_mesh_of_graph(graph, mesh, "collectives_of", "the argument")
     found = []
     for node in graph.nodes:
-        entry, symbolic = entry_of(node), collective_of(node.target)
+        entry, symbolic = entry_of(node), kinds.collective_of(node.target)
         if entry is not None:
             found += collectives_of(entry.graph_module.graph, mesh)
         elif symbolic is not None and symbolic.sent is not None:
@@ -77,7 +76,7 @@ def bytes_sent(collectives: Iterable[Transfer]) -> dict[str, int]:
     return total
 
 
-def _transfer(node: fx.Node, collective: Collective, op: str, axes: tuple[str, ...], mesh: Mesh) -> Transfer:
+def _transfer(node: fx.Node, collective: kinds.Collective, op: str, axes: tuple[str, ...], mesh: Mesh) -> Transfer:
     axes = tuple(name for name in axes if mesh[name] > 1)
     size, given = mesh.extent(axes), node.args[0]
     tensors = [n.meta["val"] for n in (items_of(given) if isinstance(given, (list, tuple)) else [node_of(given)])]
@@ -98,12 +97,12 @@ def _group_of(node: fx.Node) -> str | None:
     if getattr(node.target, "namespace", "") not in ("_c10d_functional", "fmegatron_real"):
         return None
     assert isinstance(node.target, Op), "what has a namespace is an operator"
-    names = [argument.name for argument in schema_of(node.target).arguments]
+    names = [argument.name for argument in torch_private.schema_of(node.target).arguments]
     found = [node.args[names.index(name)] for name in ("group_name", "group") if name in names]
     return str(found[0]) if found else None
 
 
-def _real(node: fx.Node) -> tuple[Collective, str]:
+def _real(node: fx.Node) -> tuple[kinds.Collective, str]:
     """The collective that counts the bytes of a lowered node, and its name.
 
     That is what torch's op does, whatever it was made for (an exact reduce_scatter is an all_to_all); of an op that is
@@ -113,4 +112,7 @@ def _real(node: fx.Node) -> tuple[Collective, str]:
     for ending in _ENDINGS:
         name = name.removesuffix(ending)
     found = _FUNCTIONAL.get(name) or node.meta["collective"]
-    return found, f"p{node.args[1]}" if found is PSUM else found.name  # an all_reduce has the reduction as an argument
+    return (
+        found,
+        f"p{node.args[1]}" if found is table.PSUM else found.name,
+    )  # an all_reduce has the reduction as an argument

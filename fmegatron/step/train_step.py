@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Precision, Wire, positions
+from fmegatron.collectives import Axes, Precision, random_words
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout
-from fmegatron.step.accumulate import accumulated, alone, require_parts
+from fmegatron.optim import clipping
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
+from fmegatron.step.microbatches import accumulated, alone, require_parts
 from fmegatron.step.reduce import known_as, reduced_to
 from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
-from fmegatron.step.trace import described
-from fmegatron.tree.spec import strategy_of
+from fmegatron.step.tracing import described
+from fmegatron.tree import arithmetic, spec, structure
 
 __all__ = ["build_train_step"]
 
@@ -25,7 +27,7 @@ __all__ = ["build_train_step"]
 def build_train_step(
     loss_fn: Callable,
     optimizer: optim.Optimizer,
-    layouts: tree.Tree,
+    layouts: structure.Tree,
     axes: Axes | None = None,
     *,
     strategy: DataParallel | None = None,
@@ -33,10 +35,10 @@ def build_train_step(
     microbatches: int = 1,
     weight: str | None = None,
     twice: bool = False,
-    numbered: bool = False,
+    with_sample_ids: bool = False,
     clip_norm: float | None = 1.0,
-    settle: Callable[[Any, dict], tuple[Any, dict]] | None = None,
-    together: int = 1 << 20,
+    post_update: Callable[[Any, dict], tuple[Any, dict]] | None = None,
+    bucket_bytes: int = 1 << 20,
 ) -> Callable:
     """A pure `train_step(state, batch) -> (state, metrics)`; wrap it in `jit(..., donate=0)`.
 
@@ -61,14 +63,14 @@ def build_train_step(
         weight: of a loss that is a tensor, see `accumulate`; it is the mean over all tokens if the metrics have
             "tokens".
         twice: counts may depend on the parameters with several microbatches, for one more forward pass of each.
-        numbered: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all rows
-            of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
+        with_sample_ids: loss_fn takes a third argument, samples: int64 [rows], the number of each of its rows among all
+            rows of the run, step · B + row of B rows: the count of `nn.dropout`, the same on every mesh and for any
             microbatches.
         clip_norm: the largest global gradient norm, None for no clipping.
-        settle: settle(params, metrics) -> (params, metrics): what no gradient decides, such as the biases that balance
-            experts (`model.settled`); after the update, with the metrics of the full batch. Where the norm of the
-            gradients is not finite it changes no parameter.
-        together: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
+        post_update: post_update(params, metrics) -> (params, metrics): what no gradient decides, such as the biases
+            that balance experts (`model.post_update`); after the update, with the metrics of the full batch. Where the
+            norm of the gradients is not finite it changes no parameter.
+        bucket_bytes: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
     not what `layouts` and `strategy` state (structure, local shape, dtype). ValueError at once for layouts of another
@@ -80,7 +82,7 @@ def build_train_step(
     """
 
     require_optimizer(optimizer, "build_train_step")
-    strategy = strategy or strategy_of(layouts)
+    strategy = strategy or spec.strategy_of(layouts)
     layouts = _layouts_of(layouts)
     if axes is None:
         mesh = tree.leaves(layouts)[0].mesh
@@ -96,13 +98,13 @@ def build_train_step(
     @functools.wraps(loss_fn)
     def of_trained(trained: Any, batch: Any, frozen: Any) -> Any:
         """The loss as a function of what is trained, of numbered rows: where there is any of these."""
-        given = (batch["batch"], batch["samples"]) if numbered else (batch,)
+        given = (batch["batch"], batch["samples"]) if with_sample_ids else (batch,)
         return loss_fn(tree.merge(trained, frozen), *given)
 
     def reduced(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
         to = trained_at.grads if microbatches > 1 else trained_at.optim
-        return reduced_to(grads, trained_at.params, axes, to, wires, together)
+        return reduced_to(grads, trained_at.params, axes, to, wires, bucket_bytes)
 
     def with_microbatches(loss: Callable) -> tuple[LossFn, Callable]:
         cast = None if precision is None else summed
@@ -119,9 +121,9 @@ def build_train_step(
         require_parts(batch, microbatches)
         trained, frozen = tree.partition(state.params, optimizer.trains)
         scale = optimizer.loss_scale(state.opt)
-        if numbered:
+        if with_sample_ids:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
-        (of, several), more = (general, (frozen,)) if numbered or tree.leaves(frozen) else (plain, ())
+        (of, several), more = (general, (frozen,)) if with_sample_ids or tree.leaves(frozen) else (plain, ())
         if microbatches == 1:
             with of.differentiated(trained, scale) as call:
                 call.returned = of.loss_fn(call.params, batch, *more)
@@ -129,7 +131,7 @@ def build_train_step(
             grads = reduced(grads)
         else:
             loss, metrics, grads, whole = several(trained, batch, more, scale)
-            grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, together)
+            grads = moved(grads, trained_at.grads, trained_at.optim, axes, wires, bucket_bytes)
         if scale is not None:
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         grads = known_as(grads, trained_at.optim)
@@ -137,13 +139,13 @@ def build_train_step(
         if whole:  # a loss that is not finite makes an update bad, whatever its gradients are
             norm = torch.where(loss.isfinite(), norm, torch.nan)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
-        there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), together)
+        there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), bucket_bytes)
         params = tree.merge(known_as(there, trained_at.optim), frozen)
-        params, opt = optimizer.update(grads, state.opt, params, optim.GradNorm(norm, clip_norm))
+        params, opt = optimizer.update(grads, state.opt, params, clipping.GradNorm(norm, clip_norm))
         params, _ = tree.partition(params, optimizer.trains)
-        params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), together), frozen)
-        if settle is not None:
-            after, metrics = settle(params, metrics)
+        params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), bucket_bytes), frozen)
+        if post_update is not None:
+            after, metrics = post_update(params, metrics)
             params = tree.map(
                 lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params
             )
@@ -159,7 +161,7 @@ def _require_metrics(loss_fn: Callable, metrics: Any) -> None:
     """ValueError for metrics that are no dict, or that have the name of one of the step's."""
     if not isinstance(metrics, dict):
         raise ValueError(
-            f"{described(loss_fn)}: its metrics: got {tree.in_words(metrics)}, wanted a dict of 0-d tensors; "
+            f"{described(loss_fn)}: its metrics: got {structure.in_words(metrics)}, wanted a dict of 0-d tensors; "
             'give each a name: return loss, {"accuracy": accuracy}'
         )
     if "grad_norm" in metrics:
@@ -174,7 +176,7 @@ def _layouts_of(layouts: Any) -> Any:
     for path, leaf in zip(tree.paths(layouts), tree.leaves(layouts), strict=True):
         if not isinstance(leaf, Layout | tree.ArraySpec):
             raise ValueError(
-                f"build_train_step: layouts: {path}: got {tree.in_words(leaf)}, wanted a Layout or an ArraySpec; "
+                f"build_train_step: layouts: {path}: got {structure.in_words(leaf)}, wanted a Layout or an ArraySpec; "
                 "tree.specs(shapes, mesh) makes specs of shapes"
             )
     if not tree.leaves(layouts):
@@ -185,7 +187,7 @@ def _layouts_of(layouts: Any) -> Any:
 def _require_arguments(layouts: Any, axes: Any) -> None:
     """ValueError for what is none, and for layouts of another mesh than that of the axes."""
     if not isinstance(axes, Axes):
-        raise ValueError(f"build_train_step: axes: got {tree.in_words(axes)}, wanted Axes(mesh)")
+        raise ValueError(f"build_train_step: axes: got {structure.in_words(axes)}, wanted Axes(mesh)")
     axes.require(layouts, "build_train_step: layouts")
 
 
@@ -216,7 +218,7 @@ def _with_samples(batch: Any, step: torch.Tensor, strategy: DataParallel, axes: 
     like = next(x for x in tree.leaves(batch) if _has_rows(x))
     count = like.shape[0] * axes.mesh.extent([name for name in strategy.axes if name in axes.mesh])
     layout = strategy.batch_layout((count,), torch.int64, axes.mesh, microbatches)
-    numbers = positions(like.new_empty(like.shape[0]), layout, axes)
+    numbers = random_words.positions(like.new_empty(like.shape[0]), layout, axes)
     batch = tree.map(lambda x: rows_in_order(x, microbatches, strategy.axes) if _has_rows(x) else x, batch)
     return {"batch": batch, "samples": step * count + numbers}
 
@@ -227,5 +229,5 @@ def _has_rows(x: Any) -> bool:
 
 def _unscaled(g: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """g / scale in fp32 or wider, where it cannot underflow."""
-    dtype = tree.working_dtype(g.dtype)
+    dtype = arithmetic.working_dtype(g.dtype)
     return g.to(dtype) / scale.to(dtype)

@@ -10,9 +10,12 @@ from typing import Any
 import optree
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Precision, Wire
+from fmegatron.collectives import Axes, Precision
+from fmegatron.collectives.wires import Wire
+from fmegatron.nn import scaled
 from fmegatron.step.layer import layer_layout, layers, unstack
 from fmegatron.step.partition import Policy
+from fmegatron.tree import structure
 
 __all__ = ["Stack", "of_whole"]
 
@@ -25,8 +28,8 @@ class Stack:
     gathered says the step (`step.regather`). `stack.run(block, x)` computes the same with the block compiled once.
     """
 
-    shards: tree.Tree = field(repr=False)
-    layouts: tree.Tree
+    shards: structure.Tree = field(repr=False)
+    layouts: structure.Tree
     axes: Axes = field(repr=False)
     precision: Precision | None = None
 
@@ -55,14 +58,14 @@ class Stack:
     def __len__(self) -> int:
         return tree.leaves(self.layouts)[0].shape[0]
 
-    def __iter__(self) -> Iterator[tree.Tree]:
+    def __iter__(self) -> Iterator[structure.Tree]:
         of_one = tree.map(layer_layout, self.layouts)
         wire = Wire() if self.precision is None else self.precision.wires(of_one)
         for shards in unstack(self.shards):
             yield nn.gather_tree(shards, of_one, self.axes[self.axes.data], wire)
 
 
-def of_whole(loss_fn: Callable, specs: tree.Tree, axes: Axes, precision: Precision | None) -> Callable:
+def of_whole(loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Precision | None) -> Callable:
     """A function of this rank's shards that gives loss_fn whole weights instead, in the dtypes of `precision`.
 
     A part of the tree whose leaves are all stacked, with one number of layers, is a `Stack`; all others together are
@@ -79,16 +82,16 @@ def of_whole(loss_fn: Callable, specs: tree.Tree, axes: Axes, precision: Precisi
     stacked = tree.map(lambda of: isinstance(of, tree.ArraySpec) and of.stacked, specs)
 
     @functools.wraps(loss_fn)
-    def of_shards(params: tree.Tree, *rest: Any, **named: Any) -> Any:
+    def of_shards(params: structure.Tree, *rest: Any, **named: Any) -> Any:
         if precision is not None and precision.wire.scaled and precision.wire.gather is not None:
-            params = nn.with_scales(params, tree.layouts(specs), axes, precision.wire.gather, stacked)
+            params = scaled.with_scales(params, tree.layouts(specs), axes, precision.wire.gather, stacked)
         found: list[Any] = spec.flatten_up_to(params)
         whole = nn.gather_tree([found[i] for i in plain], layouts, axes[axes.data], wires)
         for i, of in enumerate(of_nodes):
             found[i] = Stack(found[i], of, axes, precision)
         for i, x in zip(plain, whole, strict=True):
             found[i] = x
-        return loss_fn(tree.unflatten(spec, found), *rest, **named)
+        return loss_fn(structure.unflatten(spec, found), *rest, **named)
 
     return of_shards
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fmegatron.collectives.torch_private import group_named, schema_of
+from fmegatron.collectives import torch_private
 from fmegatron.step.graph.memory import memory_of
 from fmegatron.step.graph.nodes import (
     is_layer,
@@ -32,7 +32,7 @@ from fmegatron.step.graph.order import ancestors
 from fmegatron.step.lower import copy_module
 from fmegatron.step.output_buffers import in_own_memory
 from fmegatron.step.torch_private import Op, opname
-from fmegatron.step.trace import Traced
+from fmegatron.step.tracing import Traced
 
 __all__ = ["donated_leaves", "write_back", "writes_last"]
 
@@ -212,7 +212,7 @@ def _gather_behind(value: fx.Node) -> fx.Node | None:
 
 def _only_views(node: fx.Node) -> bool:
     """Whether a node is a view and changes nothing; an op that writes in place returns its argument too."""
-    return is_view(node) and isinstance(node.target, Op) and not schema_of(node.target).is_mutable
+    return is_view(node) and isinstance(node.target, Op) and not torch_private.schema_of(node.target).is_mutable
 
 
 def _lies_alike(node: fx.Node, like: torch.Tensor) -> bool:
@@ -222,7 +222,7 @@ def _lies_alike(node: fx.Node, like: torch.Tensor) -> bool:
 # ---- the op ----------------------------------------------------------------------------------------------------------
 def _gather_into(wholes: list[torch.Tensor], mine: list[torch.Tensor], groups: list[str]) -> None:
     for whole, x, name in zip(wholes, mine, groups, strict=True):
-        _gather_one(whole.view(-1), x.reshape(-1), group_named(name))
+        _gather_one(whole.view(-1), x.reshape(-1), torch_private.group_named(name))
 
 
 def _gather_one(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -7,8 +7,8 @@ import operator
 
 from torch import fx
 
-from fmegatron.collectives import AXIS_INDEX, collective_of
-from fmegatron.step.graph.nodes import node_of
+from fmegatron.collectives import kinds, table
+from fmegatron.step.graph import nodes
 
 __all__ = ["LOOKS", "align", "call_of", "is_shard_end", "name_of", "seen_through", "sources_of", "token_of"]
 
@@ -23,7 +23,7 @@ _KEEPS = LOOKS | {"_to_copy", "index_select"}
 
 def _is_item(node):
     """Whether a node is one of the results of a collective, which is a list."""
-    return node.target is operator.getitem and collective_of(node.args[0].target) is not None
+    return node.target is operator.getitem and kinds.collective_of(node.args[0].target) is not None
 
 
 def sources_of(node):
@@ -51,7 +51,7 @@ def token_of(node):
 def seen_through(node: fx.Node) -> fx.Node:
     """The node that this one only looks at in another shape."""
     while node.op == "call_function" and name_of(node) in LOOKS:
-        node = node_of(node.args[0])
+        node = nodes.node_of(node.args[0])
     return node
 
 
@@ -61,9 +61,9 @@ def is_shard_end(node):
 
 
 def _is_index(node):
-    while collective_of(node.target) is None and len(node.all_input_nodes) == 1:
+    while kinds.collective_of(node.target) is None and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return collective_of(node.target) is AXIS_INDEX
+    return kinds.collective_of(node.target) is table.AXIS_INDEX
 
 
 def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -73,7 +73,7 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     paired in order by (line, op); what is on the same line with the same op is the second guess. A collective, and an
     op that only one graph has and that keeps values, has the twin of its input.
     """
-    calls = [n for n in many.nodes if n.op == "call_function" and not (collective_of(n.target) or _is_item(n))]
+    calls = [n for n in many.nodes if n.op == "call_function" and not (kinds.collective_of(n.target) or _is_item(n))]
     others = [n for n in one.nodes if n.op == "call_function"]
     first_guess = {}
     matcher = difflib.SequenceMatcher(None, [token_of(n) for n in calls], [token_of(n) for n in others], autojunk=False)
@@ -88,9 +88,13 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         if node.op != "call_function":
             continue
         if _is_item(node):  # its twin is that of the tensor that went in
-            twins[node] = [] if collective_of(node.args[0].target) is AXIS_INDEX else twins.get(sources_of(node)[0], [])
+            twins[node] = (
+                []
+                if kinds.collective_of(node.args[0].target) is table.AXIS_INDEX
+                else twins.get(sources_of(node)[0], [])
+            )
             continue
-        if collective_of(node.target):  # a list, and no value to compare
+        if kinds.collective_of(node.target):  # a list, and no value to compare
             continue
         guesses = [first_guess[node]] if node in first_guess else []
         guesses += [n for n in same_line.get(token_of(node), ()) if n not in guesses]

@@ -11,20 +11,20 @@ import operator
 import torch
 from torch import fx
 
-from fmegatron.collectives import DECLARE, Collective, collective_of, require_mesh_of_graph
+from fmegatron.collectives import kinds, table
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
-from fmegatron.step.graph.nodes import items_of
+from fmegatron.step.graph import nodes
 from fmegatron.step.torch_private import UNSAFE_VIEW
 
 __all__ = ["interpret"]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
-def _communicate(collective: Collective, node: fx.Node, values: dict[fx.Node, list], mesh: Mesh) -> list[list]:
+def _communicate(collective: kinds.Collective, node: fx.Node, values: dict[fx.Node, list], mesh: Mesh) -> list[list]:
     """values: of each node before, one per rank -> the results, per rank a list."""
-    columns = [values[n] for n in items_of(node.args[0])]
-    axes, sizes = tuple(items_of(node.args[1])), node.args[2]
+    columns = [values[n] for n in nodes.items_of(node.args[0])]
+    axes, sizes = tuple(nodes.items_of(node.args[1])), node.args[2]
     counts = [x for x in node.args[3:] if isinstance(x, fx.Node)]
     out = [[] for _ in range(mesh.size)]
     for column, given in zip(columns, collective.each(node.args[3:], len(columns)), strict=True):
@@ -66,7 +66,7 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if node.target in _VIEWS_BY_NATURE:
             parent[root(node)] = root(node.args[0])
-        if node.target is DECLARE.op:
+        if node.target is table.DECLARE.op:
             for source in node.args[0]:
                 parent[root(node)] = root(source)
         schema = schema_of(node.target)
@@ -99,7 +99,7 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
     node if `keep`, else an empty dict). The inputs are not changed, whatever the graph writes in place. Nodes that draw
     random numbers draw once for all ranks. Raises ValueError for a graph over axes of another mesh.
     """
-    require_mesh_of_graph(graph, mesh, "simulate", "the ranks")
+    kinds.require_mesh_of_graph(graph, mesh, "simulate", "the ranks")
     values: dict[fx.Node, list] = {}
     given, written = iter(inputs), _written(graph)
     last_use = {source: node for node in graph.nodes for source in node.all_input_nodes}
@@ -107,14 +107,14 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
         for node in graph.nodes:
             if node.op == "output":
                 return [values[n] for n in node.args[0]], (values if keep else {})
-            collective = collective_of(node.target)
+            collective = kinds.collective_of(node.target)
             if node.op == "placeholder":
                 out = next(given)
             elif collective:
                 out = _communicate(collective, node, values, mesh)
             else:
                 out = _compute(node, values, mesh.size, share=node not in written)
-            if node in written and (node.op == "placeholder" or collective not in (None, DECLARE)):
+            if node in written and (node.op == "placeholder" or collective not in (None, table.DECLARE)):
                 out = [_own(v) for v in out]  # what is written in place belongs to one rank alone
             values[node] = out
             if not keep:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.step.torch_private import profiled_events
+from fmegatron.step import torch_private
 
 __all__ = ["paired_seconds", "peak_bytes", "report", "seconds"]
 
@@ -48,7 +48,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
-    events = [e for e in profiled_events(profile) if e.name() == "[memory]"]
+    events = [e for e in torch_private.profiled_events(profile) if e.name() == "[memory]"]
     live = top = 0
     for _, size in sorted((e.start_ns(), e.nbytes()) for e in events):
         live += size

@@ -16,7 +16,7 @@ from torch import fx
 
 from fmegatron.layout import Layout, Mesh
 from fmegatron.testing.align import LOOKS, name_of
-from fmegatron.testing.blame import Finding
+from fmegatron.testing.first_difference import Finding
 
 __all__ = ["Cut", "cuts_of", "finding_of_cut"]
 

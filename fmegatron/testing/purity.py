@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
-from fmegatron.step.torch_private import version_of
+from fmegatron.step import torch_private
+from fmegatron.tree import structure
 
 __all__ = ["assert_pure"]
 
 
-def assert_pure(fn: Callable, *trees: tree.Tree) -> Any:
+def assert_pure(fn: Callable, *trees: structure.Tree) -> Any:
     """Call `fn(*trees)`, assert that no tensor, container or other leaf of the arguments changed, return its result.
 
     Compares bits (NaN equals NaN), shapes and structure; also catches a write of the value that was already there.
@@ -22,10 +22,10 @@ def assert_pure(fn: Callable, *trees: tree.Tree) -> Any:
     >>> assert_pure(lambda p: {"w": p["w"] * 2}, {"w": torch.ones(2)})
     {'w': tensor([2., 2.])}
     """
-    paths, leaves, spec = tree.flatten(trees)
-    before = [(x.clone(), version_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
+    paths, leaves, spec = structure.flatten(trees)
+    before = [(x.clone(), torch_private.version_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
     result = fn(*trees)
-    paths_after, leaves_after, spec_after = tree.flatten(trees)
+    paths_after, leaves_after, spec_after = structure.flatten(trees)
     if spec_after != spec:
         raise AssertionError(
             f"{_name(fn)} changed the structure of its arguments: leaves {sorted(set(paths) ^ set(paths_after))} "
@@ -49,7 +49,7 @@ def _same(x, after, before):
     if not isinstance(x, torch.Tensor):
         return before is x
     value, version = before
-    return version_of(x) == version and x.shape == value.shape and _bits(x) == _bits(value)
+    return torch_private.version_of(x) == version and x.shape == value.shape and _bits(x) == _bits(value)
 
 
 def _bits(x):

@@ -9,19 +9,18 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fmegatron.step import Traced
-from fmegatron.step.opaque import inline_layers
+from fmegatron.step import opaque, tracing
 
 __all__ = ["wide_column", "widened"]
 
 
-def widened(traced: Traced) -> Traced:
+def widened(traced: tracing.Traced) -> tracing.Traced:
     """The same step with all its floating-point arithmetic in torch.float64; its layers are inlined.
 
     Raises ValueError, naming the line, for an op that reads the bits of a number as those of another dtype, unless
     these are the bits of an fp64, which stay what they are (`nn.normal`).
     """
-    graph = inline_layers(traced.graph_module.graph)
+    graph = opaque.inline_layers(traced.graph_module.graph)
     for node in graph.nodes:
         if node.target is torch.ops.aten.view.dtype and _changes(node.args[0].meta["val"].dtype, node.args[1]):
             raise ValueError(

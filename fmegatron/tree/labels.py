@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.layout import Layout
-from fmegatron.layout.layout import Label
+from fmegatron.layout import Layout, layout
 from fmegatron.tree.structure import Tree
 
 __all__ = ["alike", "label_of", "labelled", "layout_of"]
@@ -26,10 +25,10 @@ def layout_of(x: Tree) -> Layout | None:
     return None if label is None else label.layout
 
 
-def label_of(x: Tree) -> Label | None:
+def label_of(x: Tree) -> layout.Label | None:
     """What a tensor carries its layout in, one object for each layout, which is quick to compare; None: not known."""
     label = getattr(x, "_layout", None)
-    return label if isinstance(label, Label) else None
+    return label if isinstance(label, layout.Label) else None
 
 
 def labelled(x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fmegatron.layout import Layout
-from fmegatron.tree.check import check
+from fmegatron.tree.checks import check
 from fmegatron.tree.labels import labelled, layout_of
 from fmegatron.tree.spec import ArraySpec
 from fmegatron.tree.structure import Tree, flatten, in_words, map_with_path, unflatten

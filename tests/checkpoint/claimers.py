@@ -10,7 +10,8 @@ import signal
 import sys
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.files import claim as claims
+from fmegatron.checkpoint.files import claims
+from fmegatron.checkpoint.files.claims import ClaimedError
 
 
 def claimer(directory, gate):
@@ -23,7 +24,7 @@ def claimer(directory, gate):
             while not release:
                 signal.pause()
         say("released")
-    except checkpoint.ClaimedError as error:
+    except ClaimedError as error:
         say(str(error))
 
 

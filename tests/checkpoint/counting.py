@@ -4,8 +4,8 @@ import contextlib
 import threading
 from dataclasses import dataclass, field
 
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.checkpoint.files.stores import open_store
 from tests.checkpoint.faulty import FaultyStore
 
 

@@ -12,6 +12,7 @@ from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import format, parse
 from fmegatron.checkpoint.reading import fetch
 from fmegatron.checkpoint.writing import plan
+from fmegatron.tree.structure import flatten, unflatten
 
 
 class FakeWorld:
@@ -87,9 +88,9 @@ def cut(x, layout):
 
 def cut_tree(state, layouts):
     """The local trees of all ranks."""
-    _, leaves, spec = tree.flatten(layouts)
+    _, leaves, spec = flatten(layouts)
     parts = [cut(x, layout) for x, layout in zip(tree.leaves(state), leaves, strict=True)]
-    return [tree.unflatten(spec, [part[rank] for part in parts]) for rank in range(leaves[0].mesh.size)]
+    return [unflatten(spec, [part[rank] for part in parts]) for rank in range(leaves[0].mesh.size)]
 
 
 def save_all(path, state, layouts, **options):

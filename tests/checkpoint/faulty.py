@@ -9,7 +9,7 @@ from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import ZARR
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
-from fmegatron.files import owner
+from fmegatron.files import owners
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def lives():
 
     Notes that it left before are those of another process, which is gone.
     """
-    life, real = [0], owner._start
-    start = mock.patch.object(owner, "_start", lambda pid: f"{real(pid)}{life[0]}")
+    life, real = [0], owners._start
+    start = mock.patch.object(owners, "_start", lambda pid: f"{real(pid)}{life[0]}")
     with start, mock.patch.object(leases._Renewed, "forsake", lambda self: self.done.set()):
         yield lambda: life.__setitem__(0, life[0] + 1)
 

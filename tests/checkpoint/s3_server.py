@@ -8,7 +8,7 @@ from unittest import mock
 
 from moto.server import ThreadedMotoServer
 
-from fmegatron.checkpoint import open_store
+from fmegatron.checkpoint.files.stores import open_store
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.layout import Layout, Mesh, Rules, Split
 from fmegatron.model import llama
+from fmegatron.tree.structure import map_with_path
 
 CONFIG = llama(
     vocab_size=70, dim=24, layers=4, heads=4, kv_heads=4, ffn_dim=36, max_seq=8, vocab_multiple=24,
@@ -68,7 +69,7 @@ def dense(mesh, virtual=False):
         flat = path.startswith("opt/") and len(layout.shape) > 1 and "dp" not in layout.sharded
         return layout.replace(flat=("dp",)) if flat else layout
 
-    return tree.map_with_path(zero, state) | {
+    return map_with_path(zero, state) | {
         "step": Layout((), torch.int64, mesh),
         "key": Layout((2,), torch.int64, mesh),
     }

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.layout import Layout, Mesh
 from fmegatron.tree import ArraySpec
 from tests.checkpoint.fake_world import run
@@ -50,8 +52,8 @@ def test_what_is_no_path(saver, path, said):
         lambda: checkpoint.layouts(path),
         lambda: checkpoint.metadata(path),
         lambda: checkpoint.explain(path, GOOD[1]),
-        lambda: checkpoint.read_latest(path),
-        lambda: checkpoint.open_store(path),
+        lambda: read_latest(path),
+        lambda: open_store(path),
         lambda: checkpoint.Manager(path),
     ):
         with pytest.raises(ValueError, match="path: " + said):

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import open_store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
 from tests.checkpoint.s3_server import s3_endpoint, s3_store

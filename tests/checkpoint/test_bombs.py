@@ -13,7 +13,8 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.manifest import marker_to_json
-from fmegatron.checkpoint.tools import diff, open_source, verify
+from fmegatron.checkpoint.tools import diff, verify
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.test_malice import BYTES, sign, watched

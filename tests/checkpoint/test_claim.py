@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import ClaimedError
-from fmegatron.checkpoint.files import claim as claims
-from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files import claims, leases
+from fmegatron.checkpoint.files.claims import ClaimedError
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.files import owner
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.files import owners
 from tests.checkpoint.fake_world import run
 from tests.house import ROOT
 
@@ -114,7 +114,7 @@ def test_it_ends_with_its_block(tmp_path):
 def test_a_killed_holder_is_taken_over_at_once(tmp_path, holder):
     os.kill(holder, signal.SIGKILL)  # and not waited for: a dead process whose parent does not look is dead, too
     until = time.monotonic() + 600
-    while owner.fate(json.loads(next(tmp_path.iterdir()).read_text())["owner"]) != "gone":
+    while owners.fate(json.loads(next(tmp_path.iterdir()).read_text())["owner"]) != "gone":
         assert time.monotonic() < until
         time.sleep(0.01)
     os.kill(holder, 0)  # its number is still taken
@@ -133,9 +133,9 @@ def test_a_stopped_holder_of_this_machine_keeps_it(tmp_path, holder):
 
 
 def test_a_number_that_was_given_to_another_process_is_not_the_holder(tmp_path):
-    where, pid, start_ = owner.owner().split("-")
+    where, pid, start_ = owners.owner().split("-")
     for whose, state in ((f"{where}-{pid}-{start_}", "lives"), (f"{where}-{pid}-{int(start_) - 1}", "gone")):
-        assert owner.fate(whose) == state
+        assert owners.fate(whose) == state
         (tmp_path / ".run.claim-0123456789ab").write_text(json.dumps({"time": 0.0, "owner": whose, "held": True}))
         if state == "gone":
             with checkpoint.claim(tmp_path):
@@ -249,7 +249,7 @@ def test_another_container_on_this_machine(tmp_path, holder, monkeypatch):
             other.pids.clear()  # numbers of another namespace; they end with its first process
             other.close()
     else:  # this machine makes none for us: ours is another one
-        monkeypatch.setattr(owner, "_where", lambda: "elsewhere")
+        monkeypatch.setattr(owners, "_where", lambda: "elsewhere")
         with pytest.warns(RuntimeWarning, match="looking for"), pytest.raises(ClaimedError) as error:
             with checkpoint.claim(tmp_path):
                 pass
@@ -262,7 +262,7 @@ def test_another_container_on_this_machine(tmp_path, holder, monkeypatch):
 
 
 def test_an_object_store():
-    store = checkpoint.open_store("memory://runs/a", {})
+    store = open_store("memory://runs/a", {})
     with checkpoint.claim(store):
         with pytest.raises(ClaimedError, match="memory://runs/a: got a run there by process"):
             with checkpoint.claim(store):

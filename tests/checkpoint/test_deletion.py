@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from fmegatron import checkpoint
 from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.steps import Steps
 from tests.checkpoint.fake_world import assert_same_bits
@@ -42,7 +42,7 @@ def test_deletion_is_in_the_background(tmp_path, monkeypatch):
 
 def test_a_name_that_an_object_store_is_still_deleting(monkeypatch):
     """It cannot rename: the new checkpoint of that name waits, and is not deleted with the old one."""
-    store, go = checkpoint.open_store("memory://runs/names", {}), threading.Event()
+    store, go = open_store("memory://runs/names", {}), threading.Event()
     manager, real = Manager(store, keep=1), Steps.withdraw
 
     def slow(self, step):

@@ -8,7 +8,7 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.open_store import locate
+from fmegatron.checkpoint.files.stores import locate
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes
 from tests.checkpoint.test_faults import MESH, layouts_on, read_all, state

@@ -13,7 +13,8 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import commit, folder
-from fmegatron.checkpoint.files.open_store import open_store
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.manage.report import Report
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
@@ -290,7 +291,7 @@ def test_a_full_and_a_read_only_disk(tmp_path):
             return run(4, lambda world: checkpoint.Manager(run_dir, world=world).save(step, local[world.rank], layout))
 
         for step in (1, 2):
-            assert all(isinstance(got, checkpoint.Report) for got in save(step))
+            assert all(isinstance(got, Report) for got in save(step))
         got = save(3)
         assert all(isinstance(e, RuntimeError) and "No space left on device" in str(e) for e in got), got
         assert "w: a chunk could not be written" in str(got[0]) or "/.step_00000003.tmp-" in str(got[0])
@@ -303,7 +304,7 @@ def test_a_full_and_a_read_only_disk(tmp_path):
         assert_there(run_dir / "step_00000002", 2)  # a read-only disk is good enough for a restore
         read_only(False)
         shutil.rmtree(run_dir / "step_00000001")  # somebody makes room
-        assert all(isinstance(got, checkpoint.Report) for got in save(3))
+        assert all(isinstance(got, Report) for got in save(3))
         assert manager.latest() == 3
         assert_there(run_dir / "step_00000003", 3)
 

@@ -13,7 +13,8 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Keep, Manager
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files import manifest as manifests
-from fmegatron.checkpoint.tools import collect, listing
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.checkpoint.tools.ls import listing
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.checkpoint.test_manager import ONE, TWO, spoil, state
 

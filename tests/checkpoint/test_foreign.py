@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from fmegatron import checkpoint, interop
-from fmegatron.checkpoint import CheckpointError, Manager, open_store
+from fmegatron.checkpoint import CheckpointError, Manager
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.tools import listing, verify
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.tools import verify
+from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.interop.dcp_read import dcp_objects
 from fmegatron.layout import Layout, Mesh
 from tests.interop.torch_layout import whole, write, write_megatron
 
@@ -197,7 +200,7 @@ def test_ours_given_to_what_reads_torchs(tmp_path):
     checkpoint.save(tmp_path / "a", STATE, LAYOUTS)
     assert checkpoint.restore(interop.source(tmp_path / "a"), LAYOUTS)["n"] == 3  # whatever the source
     with pytest.raises(CheckpointError, match="this is a checkpoint of fmegatron: fmegatron.checkpoint.restore"):
-        interop.dcp_objects(tmp_path / "a")
+        dcp_objects(tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link"])

@@ -14,7 +14,8 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.collectives import World, held_interrupt
+from fmegatron.collectives import World
+from fmegatron.collectives.interrupt import held_interrupt
 from fmegatron.layout import Layout, Mesh
 
 LAYOUTS = {"w": Layout((64, 48), torch.float32, Mesh())}

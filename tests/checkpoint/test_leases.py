@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, Manager, open_store
+from fmegatron.checkpoint import CheckpointError, Manager
 from fmegatron.checkpoint import __main__ as command_line
 from fmegatron.checkpoint.__main__ import main as tool
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage import walk
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading import read
-from fmegatron.files.owner import fate, owner
+from fmegatron.files.owners import fate, owner
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits
 from tests.house import ROOT

@@ -13,8 +13,11 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import Keep, Manager
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage import line
-from fmegatron.checkpoint.tools import collect, listing
+from fmegatron.checkpoint.manage.tracker import read_latest
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.checkpoint.test_manager import ONE, TWO, spoil, state
@@ -29,7 +32,7 @@ def filled(directory, *steps, **options):
 
 @pytest.fixture(params=["folder", "memory"])
 def place(request, tmp_path):
-    return tmp_path / "run" if request.param == "folder" else checkpoint.open_store("memory://runs/line", {})
+    return tmp_path / "run" if request.param == "folder" else open_store("memory://runs/line", {})
 
 
 def asides(place):
@@ -51,7 +54,7 @@ def test_the_abandoned_step_is_not_resumed(place):
         step, got, _ = Manager(place).restore_latest(ONE)
         assert step == 260
         assert_same_bits(got, state(260))
-        assert checkpoint.read_latest(place).step == 260
+        assert read_latest(place).step == 260
     assert asides(place) == ["step_00000300"]
     # Later runs, and their clean-up, leave it alone too, until gc.
     with Manager(place, keep=2) as manager:
@@ -308,7 +311,7 @@ def test_delete(place):
         with pytest.raises(ValueError, match=f"process {os.getpid()} on .* reads it"):
             manager.delete(200)
     manager.delete(300)
-    assert manager.steps() == [100, 200] and checkpoint.read_latest(place).step == 200
+    assert manager.steps() == [100, 200] and read_latest(place).step == 200
     manager.save(250, state(250), ONE)
     manager.save(260, state(260), ONE, temporary=True)
     manager.delete(260, temporary=True)
@@ -316,7 +319,7 @@ def test_delete(place):
     for step in (100, 200, 250):
         manager.delete(step)
     manager.close()
-    assert manager.steps() == [] and checkpoint.read_latest(place) is None
+    assert manager.steps() == [] and read_latest(place) is None
     if isinstance(place, os.PathLike):
         assert os.listdir(place) == ["temporary"]
     else:
@@ -357,7 +360,7 @@ def test_two_asides_of_one_step(tmp_path):
 
 def test_a_copied_checkpoint_in_a_bucket_is_not_set_aside(tmp_path):
     """It has no token of its own: said in words, and nothing is changed."""
-    store = checkpoint.open_store("memory://runs/copied", {})
+    store = open_store("memory://runs/copied", {})
     checkpoint.save(tmp_path / "a", {"x": torch.ones(3)}, {"x": Layout((3,), torch.float32, Mesh())})
     place = store.child("step_00000005")
     for path in (p for p in (tmp_path / "a").rglob("*") if p.is_file()):

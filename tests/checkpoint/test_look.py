@@ -14,11 +14,12 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, LocalReplicas, Manager
-from fmegatron.checkpoint.tools import listing
+from fmegatron.checkpoint.manage.tracker import read_latest
+from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.checkpoint.writing import plan
-from fmegatron.files import look as looks
-from fmegatron.files import owner
-from fmegatron.files.look import files_below, is_there, look, names_in
+from fmegatron.files import disk as looks
+from fmegatron.files import owners
+from fmegatron.files.disk import files_below, is_there, look, names_in
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, run
 from tests.checkpoint.test_manager import ONE, TWO, state
@@ -254,7 +255,7 @@ def test_metrics_that_cannot_be_read_do_not_make_a_step_worse(steps, monkeypatch
 def test_the_tracker(steps, monkeypatch):
     Trouble(monkeypatch, steps / "latest", errno.EACCES)
     with pytest.raises(PermissionError, match="latest"):
-        checkpoint.read_latest(steps)
+        read_latest(steps)
 
 
 # ---- stale handles of a network file system
@@ -376,7 +377,7 @@ def test_nobody_asks_a_question_that_swallows_errors(room):
     for path in sources(f"fmegatron/{room}"):
         for node in ast.walk(syntax(path)):
             if isinstance(node, ast.Attribute) and node.attr in BLIND and (path.as_posix(), node.attr) not in MAY:
-                found.append(f"{path}:{node.lineno}: {node.attr}; use fmegatron/files/look.py")
+                found.append(f"{path}:{node.lineno}: {node.attr}; use fmegatron/files/disk.py")
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("walk", "fwalk"):
                 module = getattr(getattr(node.func, "value", None), "id", "")
                 if (
@@ -394,7 +395,7 @@ def test_a_process_that_may_not_be_asked_after_lives(monkeypatch):
     def refused(pid, signal):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    whose = owner.owner()
+    whose = owners.owner()
     monkeypatch.setattr(os, "kill", refused)
-    monkeypatch.setattr(owner, "_start", lambda pid: None)  # nor is /proc to be read
-    assert owner.fate(whose) == "lives"
+    monkeypatch.setattr(owners, "_start", lambda pid: None)  # nor is /proc to be read
+    assert owners.fate(whose) == "lives"

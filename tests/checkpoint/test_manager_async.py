@@ -9,9 +9,10 @@ import warnings
 import pytest
 import torch
 
-from fmegatron.checkpoint import AsyncSaver, Manager, read_latest
+from fmegatron.checkpoint import AsyncSaver, Manager
 from fmegatron.checkpoint.background import flights
 from fmegatron.checkpoint.manage import manager as manager_module
+from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.house import ROOT

@@ -11,8 +11,10 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.checkpoint.manage.retention import Keep, with_metrics
+from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 
@@ -128,7 +130,7 @@ def test_rules_together(tmp_path):
 
 def test_rules_in_an_object_store():
     """Which tells no times: they are noted beside the steps, and go with them."""
-    store = checkpoint.open_store("memory://runs/rules", {})
+    store = open_store("memory://runs/rules", {})
     with Manager(store, keep=Keep(newer_than_s=3600, best=("loss", "min", 1))) as manager:
         for step, loss in ((1, 0.5), (2, 0.7), (3, 0.9)):
             manager.save(step, state(step), ONE, metrics={"loss": loss})
@@ -140,7 +142,7 @@ def test_rules_in_an_object_store():
         manager.pin(3)
         manager.save(5, state(5), ONE, metrics={"loss": 0.6})
     assert manager.steps() == [1, 3, 5] and manager.steps(temporary=True) == []
-    assert not store.child("step_00000002").values.names() and checkpoint.read_latest(store).step == 5
+    assert not store.child("step_00000002").values.names() and read_latest(store).step == 5
     names = [f".step_0000000{step}.saved" for step in (1, 3, 5)]
     assert store.notes().names() == sorted([*names, ".step_00000003.pinned", "latest"])
 

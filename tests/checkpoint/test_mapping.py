@@ -22,6 +22,7 @@ from fmegatron.checkpoint import (
     unstack,
 )
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.tree.structure import flatten, unflatten
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 
 F32 = torch.float32
@@ -45,8 +46,8 @@ def any_layout(shape, mesh, i=0, dtype=F32):
 
 
 def layouts_of(state, mesh, shift=0):
-    paths, leaves, spec = tree.flatten(state)
-    return tree.unflatten(spec, [any_layout(tuple(x.shape), mesh, i + shift, x.dtype) for i, x in enumerate(leaves)])
+    paths, leaves, spec = flatten(state)
+    return unflatten(spec, [any_layout(tuple(x.shape), mesh, i + shift, x.dtype) for i, x in enumerate(leaves)])
 
 
 def stored(shapes):

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint import CheckpointError, Manager, open_store, read_latest
+from fmegatron.checkpoint import CheckpointError, Manager
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Watch
-from fmegatron.checkpoint.files.open_store import store_from_json
+from fmegatron.checkpoint.files.stores import open_store, store_from_json
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
+from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from tests import sampling

@@ -19,9 +19,10 @@ from zarr.dtype import UInt16
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import format
-from fmegatron.checkpoint.files.open_store import open_store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.tree.structure import map_with_path
 from tests.checkpoint import states
 from tests.checkpoint.fake_world import save_all
 from tests.checkpoint.test_reshard import any_bits
@@ -139,7 +140,7 @@ ON = {
 def saved_whole(folder, kind, mesh):
     """(what is in the arrays, by leaf; the leaves that no grid can hold) of a state saved on a mesh."""
     layouts = WHOLE[kind](ON[mesh])
-    state = tree.map_with_path(lambda path, x: any_bits(x.shape, x.dtype, len(path)), layouts)
+    state = map_with_path(lambda path, x: any_bits(x.shape, x.dtype, len(path)), layouts)
     assert save_all(folder, state, layouts) == [None] * ON[mesh].size
     plans = plan.plan(tree.paths(layouts), tree.leaves(layouts))
     left = {p.path for p in plans if p.home != "grid"}
@@ -190,7 +191,7 @@ def test_whole_states_with_zarr_python(tmp_path, with_bfloat16, kind, mesh):
 def test_whole_states_from_an_object_store():
     """The same arrays lie below the token of the save."""
     layouts = WHOLE["every type"](ON["one"])
-    state = tree.map_with_path(lambda path, x: any_bits(x.shape, x.dtype, len(path)), layouts)
+    state = map_with_path(lambda path, x: any_bits(x.shape, x.dtype, len(path)), layouts)
     store = open_store("memory://run/a", {})
     checkpoint.save(store, state, layouts)
     storage = store.locate()

@@ -9,6 +9,7 @@ import pytest
 
 from fmegatron import checkpoint, loop
 from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files.stores import open_store
 from tests.checkpoint.fake_world import run
 from tests.checkpoint.test_line import filled
 from tests.checkpoint.test_manager import ONE, state
@@ -105,5 +106,5 @@ def test_a_first_start_is_silent(tmp_path):
             assert Manager(at).latest() is None
         with pytest.raises(CheckpointError, match="or start a new run$"):
             Manager(at).restore_latest(ONE)
-        store = checkpoint.open_store("memory://runs/new", {})
+        store = open_store("memory://runs/new", {})
         assert Manager(store).latest() is None

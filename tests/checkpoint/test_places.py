@@ -12,6 +12,7 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import LocalReplicas, Manager
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.files import whole
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes
@@ -82,7 +83,7 @@ def test_a_tilde(path, tmp_path, monkeypatch):
         lambda: checkpoint.save(path, state(1), LAYOUTS),
         lambda: checkpoint.restore(path, LAYOUTS),
         lambda: Manager(path),
-        lambda: checkpoint.open_store(path),
+        lambda: open_store(path),
         lambda: LocalReplicas(path, "run"),
     ):
         with pytest.raises(
@@ -149,7 +150,7 @@ def test_paths_that_are_too_long_in_all(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"got a path of 4\d+ bytes as the name of its files .* use shorter keys"):
         checkpoint.save(tmp_path / "b", deep, layouts)
     with pytest.raises(ValueError, match=r"wanted at most 100\d; use shorter keys"):
-        checkpoint.save(checkpoint.open_store("memory://runs/a", {}), deep, layouts)
+        checkpoint.save(open_store("memory://runs/a", {}), deep, layouts)
 
 
 def test_a_checkpoint_with_a_long_name(tmp_path, monkeypatch):
@@ -277,7 +278,7 @@ def test_the_last_fsync_fails_and_the_way_back_too(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_an_object_store_whose_answer_is_lost(monkeypatch):
     """The pointer was put, and the answer did not come: it is looked at, and the save has not failed."""
-    store = checkpoint.open_store("memory://runs/a", {})
+    store = open_store("memory://runs/a", {})
     real = type(store.values).write
 
     def write(self, name, blocks):

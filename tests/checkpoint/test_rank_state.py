@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import per_rank, rank_state, restore
+from fmegatron.checkpoint import rank_state, restore
+from fmegatron.checkpoint.reading.mapping import per_rank
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all
 

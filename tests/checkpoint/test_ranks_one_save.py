@@ -8,8 +8,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from fmegatron import checkpoint, interop
-from fmegatron.checkpoint import Manager, open_store
+from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.reading import agreed, fetch
+from fmegatron.interop.dcp_bridge import FmegatronReader
 from tests.checkpoint.fake_world import FakeWorld, assert_same_bits, cut_tree, run, small_sizes
 from tests.checkpoint.test_saved_again import MESH, ONE, layouts_on, save, seed_of, state
 
@@ -169,7 +171,7 @@ def test_a_manager_on_ranks_that_see_two_saves(two, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torchs_own_load_compares_too(two):
     """In the plan, which torch gathers anyway."""
-    readers = [interop.FmegatronReader(store) for store in two]
+    readers = [FmegatronReader(store) for store in two]
     for reader in readers:
         reader.read_metadata()
     plans = [reader.prepare_local_plan(LoadPlan([])) for reader in readers]

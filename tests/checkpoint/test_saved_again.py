@@ -11,12 +11,16 @@ import safetensors.torch
 import torch
 
 from fmegatron import checkpoint, interop
-from fmegatron.checkpoint import CheckpointError, LocalReplicas, Manager, open_store
+from fmegatron.checkpoint import CheckpointError, LocalReplicas, Manager
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files import saved as one_save
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.reading import agreed, fetch
-from fmegatron.checkpoint.tools import listing, open_source, show, verify
+from fmegatron.checkpoint.tools import verify
+from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.checkpoint.tools.show import show
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.interop import export_safetensors
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes

@@ -8,7 +8,9 @@ import torch
 
 from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint import CheckpointError, Foreign, Leaf, Source
-from fmegatron.checkpoint.tools import diff, plan_of, reshard, show, target_layouts, verify
+from fmegatron.checkpoint.tools import diff, reshard, verify
+from fmegatron.checkpoint.tools.resharding import plan_of, target_layouts
+from fmegatron.checkpoint.tools.show import show
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.tools import open_source
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.interop import export_safetensors
 from fmegatron.interop.safetensors_files import DTYPES as OF_FILES
 from fmegatron.layout import Layout, Mesh

@@ -14,7 +14,8 @@ from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.tools import collect, listing
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.layout import Layout, Mesh
 
 LAYOUTS = {"x": Layout((30, 30), torch.float32, Mesh())}

@@ -14,8 +14,9 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.tools import collect, listing
-from fmegatron.files.owner import owner
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.files.owners import owner
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.test_tools_gc import aged, call
 

@@ -10,9 +10,11 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.tools import open_source, plan_of, reshard, target_layouts, verify
-from fmegatron.checkpoint.tools.reshard import parse_mesh, parse_rules
+from fmegatron.checkpoint.tools import reshard, verify
+from fmegatron.checkpoint.tools.resharding import parse_mesh, parse_rules, plan_of, target_layouts
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.layout import Layout, Mesh
+from fmegatron.tree.structure import flatten, unflatten
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes
 from tests.checkpoint.test_reshard import MESHES, layouts_on, state_for
 from tests.pairs import few
@@ -81,7 +83,7 @@ def test_real_sizes_with_packed_leaves(tmp_path):
 
 def nested_like(stored, layouts):
     """Stored layouts (nested dicts) in the containers of `layouts`."""
-    paths, _, spec = tree.flatten(layouts)
+    paths, _, spec = flatten(layouts)
 
     def at(path):
         value = stored
@@ -89,7 +91,7 @@ def nested_like(stored, layouts):
             value = value[key]
         return value
 
-    return tree.unflatten(spec, [at(path) for path in paths])
+    return unflatten(spec, [at(path) for path in paths])
 
 
 def test_bounded_memory_and_bytes_read(tmp_path, monkeypatch):

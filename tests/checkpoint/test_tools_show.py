@@ -9,10 +9,9 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.tools import open_source, show, stream
 from fmegatron.checkpoint.tools.printed import print_table, short, tree_rows
-from fmegatron.checkpoint.tools.show import Statistics
-from fmegatron.checkpoint.tools.source import blocks, cut
+from fmegatron.checkpoint.tools.show import Statistics, show
+from fmegatron.checkpoint.tools.source import blocks, cut, open_source, stream
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
 from tests.checkpoint.test_reshard import DTYPES, MESHES, any_bits, layouts_on, state_for

@@ -7,19 +7,14 @@ import pytest
 import safetensors.torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint import open_store
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.tools import (
-    collect,
-    diff,
-    listing,
-    open_source,
-    plan_of,
-    reshard,
-    show,
-    target_layouts,
-    verify,
-)
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.tools import diff, reshard, verify
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.checkpoint.tools.ls import listing
+from fmegatron.checkpoint.tools.resharding import plan_of, target_layouts
+from fmegatron.checkpoint.tools.show import show
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.interop import export_safetensors
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, save_all, small_sizes

@@ -16,7 +16,8 @@ from fmegatron.checkpoint.files import commit, leases, objects
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.tools import collect
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint.fake_world import assert_same_bits
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore
 from tests.checkpoint.test_manager import ONE, state
@@ -86,18 +87,18 @@ class Meanwhile:
 
 @pytest.fixture(params=["folder", "memory"])
 def place(request, tmp_path):
-    return tmp_path / "run" if request.param == "folder" else checkpoint.open_store("memory://runs/two", {})
+    return tmp_path / "run" if request.param == "folder" else open_store("memory://runs/two", {})
 
 
 @pytest.mark.parametrize("operation, number", [("write", 1), ("write", 4), ("sync", 1), ("write", 7)])
 @pytest.mark.parametrize("other", ["machine", "here"])
 def test_a_save_that_is_under_way(place, monkeypatch, operation, number, other):
     """The other job saves, keeps one, cleans and collects; on this machine or on another."""
-    store = checkpoint.open_store(place)
+    store = open_store(place)
     saving = Meanwhile(store.child("step_00000007"), operation, number)
     with monkeypatch.context() as patch:
         if other == "machine":
-            patch.setattr("fmegatron.files.owner._where", lambda: "elsewhere")
+            patch.setattr("fmegatron.files.owners._where", lambda: "elsewhere")
         with Manager(place, keep=1) as manager:
             for step in (1, 2, 3):
                 manager.save(step, state(step), ONE)
@@ -114,7 +115,7 @@ def test_a_save_that_is_under_way(place, monkeypatch, operation, number, other):
 
 def test_both_save_the_same_step(place):
     """The last one stays; both are whole, and nothing is left over."""
-    store = checkpoint.open_store(place)
+    store = open_store(place)
     saving = Meanwhile(store.child("step_00000007"), "write", 7)
     Manager(place).save(7, state(1), ONE)
     assert_same_bits(Manager(place).restore(7, ONE)[0], state(1))
@@ -174,7 +175,7 @@ def test_an_owner_that_was_stopped_for_long_fails_cleanly(tmp_path, monkeypatch)
     while len([at for at in tmp_path.glob(".*/**/*") if at.is_file() and at.suffix != ".__lock"]) < 3:
         time.sleep(0.01)  # what it has given to tensorstore is written: that would make the directory again
     with monkeypatch.context() as patch:
-        patch.setattr("fmegatron.files.owner._where", lambda: "elsewhere")
+        patch.setattr("fmegatron.files.owners._where", lambda: "elsewhere")
         store = FolderStore(str(tmp_path))
         for _ in range(10):
             store.clean(leases.STEP.pattern, (), watch)
@@ -207,7 +208,7 @@ def test_what_an_older_version_has_left_is_watched(tmp_path):
 
 def test_the_only_step_goes_between_two_looks(place, monkeypatch):
     """Another job saves a newer one and deletes it, after the directory was listed: there always is one."""
-    store, jobs = checkpoint.open_store(place), []
+    store, jobs = open_store(place), []
     real = type(store).children
 
     def children(self):
@@ -232,10 +233,10 @@ def test_the_only_step_goes_between_two_looks(place, monkeypatch):
 
 def test_what_savers_of_other_machines_have_there_is_said(place, monkeypatch):
     """Without a Manager nobody watches whether they live, so it would fill the disk in silence."""
-    store = checkpoint.open_store(place).child("last")
+    store = open_store(place).child("last")
     checkpoint.save(store, state(1), ONE)
     with monkeypatch.context() as patch:
-        patch.setattr("fmegatron.files.owner._where", lambda: "elsewhere")
+        patch.setattr("fmegatron.files.owners._where", lambda: "elsewhere")
         other = store.begin()
     other.write("arrays/w/c.0.0", [b"half of it"])
     with pytest.warns(RuntimeWarning, match=f"last: others save here, too, or have died: .*{other.root} is of process"):
@@ -272,7 +273,7 @@ def test_a_leftover_that_cannot_be_removed_is_said_and_in_nobodys_way(tmp_path, 
 
 def test_an_object_store_with_a_live_saver_of_another_step(monkeypatch):
     """The prefix of a step that retention deletes while it is saved again: only the old objects go."""
-    store = checkpoint.open_store("memory://runs/x", {})
+    store = open_store("memory://runs/x", {})
     with Manager(store) as manager:
         manager.save(7, state(1), ONE)
     saving = Meanwhile(store.child("step_00000007"), "write", 4)
@@ -287,7 +288,7 @@ def test_an_object_store_with_a_live_saver_of_another_step(monkeypatch):
 @pytest.mark.parametrize("moment", ["before it", "when marked", "when seen", "after it"])
 def test_an_object_store_and_an_owner_that_was_stopped_for_long(monkeypatch, existing, moment):
     """It goes on at this moment of another machine's clean-up: it is told that its files went, or they are there."""
-    store, now = checkpoint.open_store("memory://runs/x", {}), [0.0]
+    store, now = open_store("memory://runs/x", {}), [0.0]
     place, watch = store.child("step_00000007"), leases.Watch(lambda: now[0])
     if existing:
         checkpoint.save(place, state(1), ONE, step=7)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from fmegatron import checkpoint
-from fmegatron.checkpoint.files.open_store import open_store
-from fmegatron.checkpoint.tools.verify import verify
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.tools.verification import verify
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree
 from tests.checkpoint.version1 import MESHES, layouts_on, state, unpacked
 

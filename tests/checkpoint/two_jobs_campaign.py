@@ -20,8 +20,8 @@ import warnings
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Manager
-from fmegatron.checkpoint.tools import collect
-from fmegatron.files import owner
+from fmegatron.checkpoint.tools.gc import collect
+from fmegatron.files import owners
 from fmegatron.layout import Layout, Mesh
 
 LEAVES = 12
@@ -40,7 +40,7 @@ def saver(directory, job, until, seed, keep, machines, background):
     refused, and why."""
     rng, begun, done, refused = random.Random(seed * 7919 + job), {}, [], [""]
     if job and machines > 1:
-        owner._where = lambda: "elsewhere"
+        owners._where = lambda: "elsewhere"
     with Manager(directory, keep=keep or None) as manager:
 
         def look():

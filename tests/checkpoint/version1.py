@@ -11,8 +11,8 @@ import zipfile
 
 import torch
 
-from fmegatron import tree
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.tree.structure import map_with_path
 from tests.checkpoint.fake_world import save_all, small_sizes
 
 FILE = pathlib.Path(__file__).with_suffix(".zip")
@@ -44,7 +44,7 @@ def state():
         found = (torch.arange(n * layout.dtype.itemsize) * 7 + len(path)) % 113  # no NaN of any type
         return found.to(torch.uint8).view(layout.dtype).view(layout.shape)
 
-    return tree.map_with_path(values, layouts_on(MESHES["one"]))
+    return map_with_path(values, layouts_on(MESHES["one"]))
 
 
 def unpacked(folder):

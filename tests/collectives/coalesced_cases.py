@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from fmegatron.collectives import Axes, Place, Wire, all_gather_many
+from fmegatron.collectives import Axes
+from fmegatron.collectives.ops import all_gather_many
+from fmegatron.collectives.places import Place
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import split
 

@@ -4,6 +4,8 @@ import torch
 
 from fmegatron import collectives as c
 from fmegatron.collectives import Axes
+from fmegatron.collectives.ops import all_to_all_rows, declare
+from fmegatron.collectives.places import Place
 from fmegatron.layout import Mesh
 
 SHAPE = (4, 12, 2)  # the local tensor; dims differ, and dims 0 and 1 divide by groups of 2 and 4
@@ -29,7 +31,7 @@ def exchange(xs, split_dim, concat_dim):
 def routed(x, axis):
     """Index i sends (i + j + 2) % 3 rows to index j, so j expects as many; some have too few, some have no room."""
     counts = (c.axis_index(axis, like=x) + torch.arange(2, axis.size + 2)) % 3
-    return c.all_to_all_rows(x, counts, counts, axis, 5)
+    return all_to_all_rows(x, counts, counts, axis, 5)
 
 
 def routes(xs, rows):
@@ -91,7 +93,7 @@ CASES = {
         lambda gs: concat(gs, 1),
     ),
     "shard_padded": (  # 11 of the 12 columns: the last rank has zeros behind
-        lambda x, a: c.shard(x[:, :11], a, c.Place((1,) * len(a.names), true=((1, (11,)),)) if a.size > 1 else 1),
+        lambda x, a: c.shard(x[:, :11], a, Place((1,) * len(a.names), true=((1, (11,)),)) if a.size > 1 else 1),
         lambda xs: [parts(filled(x[:, :11], len(xs)), len(xs), 1)[i] for i, x in enumerate(xs)],
         lambda gs: [filled(x[:, :11], 1, 12) for x in concat(gs, 1)],
     ),
@@ -100,8 +102,8 @@ CASES = {
         lambda xs: [x * i for i, x in enumerate(xs)],
         lambda gs: [g * i for i, g in enumerate(gs)],
     ),
-    "declare": (lambda x, a: c.declare(x, a, "partial", ("sharded", 0)), lambda xs: xs, lambda gs: gs),
-    "declare_own": (lambda x, a: c.declare(x, a, "own", 1), lambda xs: xs, lambda gs: gs),
+    "declare": (lambda x, a: declare(x, a, "partial", ("sharded", 0)), lambda xs: xs, lambda gs: gs),
+    "declare_own": (lambda x, a: declare(x, a, "own", 1), lambda xs: xs, lambda gs: gs),
 }
 
 # mesh -> the axes to try, joint ones included

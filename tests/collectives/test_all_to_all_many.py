@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, all_to_all, all_to_all_many, connect
+from fmegatron.collectives import Axes, all_to_all, connect
+from fmegatron.collectives.ops import all_to_all_many
 from fmegatron.layout import Mesh
 from fmegatron.step import collectives_of, trace
 from fmegatron.testing import Ranks, simulate

@@ -9,9 +9,12 @@ import math
 import pytest
 import torch
 
-from fmegatron import collectives as c
-from fmegatron.collectives import FLAT, Axes, Place, Wire, connect, real
-from fmegatron.layout import Layout, Mesh, dtype_name
+from fmegatron.collectives import Axes, connect, real
+from fmegatron.collectives.ops import all_gather_many, psum_many, reduce_scatter_many
+from fmegatron.collectives.places import FLAT, Place
+from fmegatron.collectives.wires import Wire
+from fmegatron.layout import Layout, Mesh
+from fmegatron.layout.dtypes import dtype_name
 from fmegatron.step import collectives_of, jit, symbolic_nodes, trace
 from fmegatron.testing import Ranks, simulate
 from tests.collectives.coalesced_cases import GROUPS, LITTLE_GROUPS, MESHES, Problem, draw, gather_step
@@ -40,13 +43,13 @@ def all_of(problem, axis):
         wholes, grads = gather(shards, terms)
         summed = [i for i, x in enumerate(terms) if x.dtype.itemsize > 1]  # fp8 has no sums
         places, some = [problem.places[i] for i in summed], [terms[i] for i in summed]
-        scattered = transposed(lambda xs: c.reduce_scatter_many(xs, axis, places), some, [shards[i] for i in summed])
-        exact = transposed(lambda xs: c.reduce_scatter_many(xs, axis, problem.places, exact=True), terms, shards)
-        sums, same = transposed(lambda xs: c.psum_many(xs, axis), some, some)
+        scattered = transposed(lambda xs: reduce_scatter_many(xs, axis, places), some, [shards[i] for i in summed])
+        exact = transposed(lambda xs: reduce_scatter_many(xs, axis, problem.places, exact=True), terms, shards)
+        sums, same = transposed(lambda xs: psum_many(xs, axis), some, some)
         return {
             "gathered": wholes, "reduced gradients": grads, "scattered": scattered[0], "gathered again": scattered[1],
             "exact": exact[0], "gathered after exact": exact[1], "sums": sums, "same": same,
-            "exact sums": c.psum_many(terms, axis, exact=True),
+            "exact sums": psum_many(terms, axis, exact=True),
         }  # fmt: skip
 
     return step
@@ -181,17 +184,17 @@ def test_compiled(ranks, group, little):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda x, a: c.all_gather_many([x, x], a, [0]), "2 tensors and 1 dims"),
-        (lambda x, a: c.all_gather_many([x], a, [2]), "dim 2 of a tensor with shape"),
-        (lambda x, a: c.all_gather_many([x], a, [Place((0, 1))]), "the place 0,1 for 2 axes"),
-        (lambda x, a: c.all_gather_many([x], a, [Place((1,), 1, (1, 1))]), r"parts \(1, 1\) of dim 1, which is 3 long"),
-        (lambda x, a: c.all_gather_many([x], a, [Place((FLAT,))]), "give that with FLAT axes"),
+        (lambda x, a: all_gather_many([x, x], a, [0]), "2 tensors and 1 dims"),
+        (lambda x, a: all_gather_many([x], a, [2]), "dim 2 of a tensor with shape"),
+        (lambda x, a: all_gather_many([x], a, [Place((0, 1))]), "the place 0,1 for 2 axes"),
+        (lambda x, a: all_gather_many([x], a, [Place((1,), 1, (1, 1))]), r"parts \(1, 1\) of dim 1, which is 3 long"),
+        (lambda x, a: all_gather_many([x], a, [Place((FLAT,))]), "give that with FLAT axes"),
         (
-            lambda x, a: c.reduce_scatter_many([x], a, [1]),
+            lambda x, a: reduce_scatter_many([x], a, [1]),
             "dim 1 of a tensor with shape .2, 3., which is not divisible by 2",
         ),
-        (lambda x, a: c.reduce_scatter_many([x[:, 0].to(torch.float8_e5m2)], a, [0]), "float8_e5m2, which has no sums"),
-        (lambda x, a: c.psum_many([x.to(torch.float8_e5m2)], a), "has no sums"),
+        (lambda x, a: reduce_scatter_many([x[:, 0].to(torch.float8_e5m2)], a, [0]), "float8_e5m2, which has no sums"),
+        (lambda x, a: psum_many([x.to(torch.float8_e5m2)], a), "has no sums"),
         (lambda x, a: Wire(reduce=torch.float8_e4m3fn), "add exact=True"),
         (lambda x, a: Wire(gather=torch.int8), "wanted a floating dtype"),
         (lambda x, a: Place.of(Layout((5,), x.dtype, Mesh(a=2), ("a",)), ("a",)), "make the dim a multiple of 2"),
@@ -209,8 +212,8 @@ def test_size_one_leaves_no_node_but_the_casts():
     def step(x):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            (y,) = c.all_gather_many([x], axis, [0], wire)
-            (z,) = c.reduce_scatter_many(c.psum_many([y], axis), axis, [0], exact=True)
+            (y,) = all_gather_many([x], axis, [0], wire)
+            (z,) = reduce_scatter_many(psum_many([y], axis), axis, [0], exact=True)
         (g,) = torch.autograd.grad(z, x, torch.full((2,), 1 + 2**-10))
         return z.detach(), g
 
@@ -223,7 +226,7 @@ def test_size_one_leaves_no_node_but_the_casts():
 def test_one_rank_rounds_gradients_as_several_do():
     """A wire that names nothing but the dtype of reductions is no idle one."""
     x = torch.ones(2, requires_grad=True)
-    (y,) = c.all_gather_many([x], Axes(Mesh(a=1))["a"], [0], Wire(reduce=torch.bfloat16))
+    (y,) = all_gather_many([x], Axes(Mesh(a=1))["a"], [0], Wire(reduce=torch.bfloat16))
     (g,) = torch.autograd.grad(y, x, torch.full((2,), 1 + 2**-10))
     assert g.dtype == torch.float32 and g.tolist() == [1, 1]
 
@@ -245,7 +248,7 @@ def test_tensors_that_need_no_gradient_are_not_reduced():
     def step(shards, terms):
         leaves = [x.detach().requires_grad_(i == 2) for i, x in enumerate(shards)]
         with torch.enable_grad():
-            wholes = c.all_gather_many(leaves, axis, problem.places)
+            wholes = all_gather_many(leaves, axis, problem.places)
         return torch.autograd.grad(wholes[2], leaves[2], terms[2])
 
     traced = trace(step, (problem.shards[0], problem.terms[0]))

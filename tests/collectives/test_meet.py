@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fmegatron.collectives import meet
+from fmegatron.collectives.meet import meet
 
 
 def together(store, ranks, size, use="test", timeout_s=600, first=0.0, given_up=lambda: False):

@@ -8,17 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fmegatron import tree
-from fmegatron.collectives import (
-    Axes,
-    Place,
-    all_gather_many,
-    positions,
-    reduce_scatter_many,
-    reshard,
-    reshard_moves,
-    shard,
-)
-from fmegatron.collectives.ops import lend
+from fmegatron.collectives import Axes, reshard, shard
+from fmegatron.collectives.ops import all_gather_many, lend, reduce_scatter_many
+from fmegatron.collectives.places import Place
+from fmegatron.collectives.random_words import positions
+from fmegatron.collectives.reshard_plan import reshard_moves
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing import Ranks, join, simulate, split
 from tests.layout.arrays import numbered

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, positions, random_words
+from fmegatron.collectives import Axes
+from fmegatron.collectives.random_words import positions, random_words
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step import PaperWorld
+from fmegatron.step.timelines.planned import PaperWorld
 from fmegatron.testing import simulate, split
 
 

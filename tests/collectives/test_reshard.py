@@ -5,7 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.collectives import Axes, Wire, connect, reshard, reshard_many, reshard_moves
+from fmegatron.collectives import Axes, connect, reshard
+from fmegatron.collectives.reshard_plan import reshard_moves
+from fmegatron.collectives.resharding import reshard_many
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import collectives_of
 from fmegatron.testing import Ranks, join, simulate, split
@@ -95,7 +98,7 @@ def test_reshard_many(chosen, together):
     def step(xs, gs):
         leaves = [x.detach().requires_grad_() for x in xs]
         with torch.enable_grad():
-            ys = reshard_many(leaves, sources, targets, axes, together=together)
+            ys = reshard_many(leaves, sources, targets, axes, bucket_bytes=together)
         return [y.detach().clone() for y in ys], list(torch.autograd.grad(ys, leaves, gs))
 
     xs, gs = (Ranks(list(local) for local in zip(*(p[i] for p in problems), strict=True)) for i in (2, 3))
@@ -114,7 +117,7 @@ def test_small_values_share_a_collective():
     target = [layout.replace(spec=("dp",), unreduced=()) for layout in pending[:3]] + [pending[3].replace(unreduced=())]
 
     def step(xs, wire):
-        return reshard_many(xs, pending, target, Axes(mesh), wire, together=1024)
+        return reshard_many(xs, pending, target, Axes(mesh), wire, bucket_bytes=1024)
 
     # 256 + 1 + 1 + 1 is 256 when it is added up in bf16; ranks 0 and 1 are the first along dp
     terms = [[torch.full(x.shape, 256.0 if r < 2 else 1.0).bfloat16() for x in pending] for r in range(8)]

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from fmegatron.collectives import ranks_of_slurm
-from fmegatron.collectives.slurm import first_node, tasks_per_node
+from fmegatron.collectives.slurm import first_node, ranks_of_slurm, tasks_per_node
 
 TASK = {
     "SLURM_JOB_ID": "1234",

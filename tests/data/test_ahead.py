@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fmegatron import loop
-from fmegatron.data import Batches, ahead, source
+from fmegatron.data import Batches, source
+from fmegatron.data.reader import ahead
 from tests.data.test_batches import COUNTING
 
 

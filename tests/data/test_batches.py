@@ -6,15 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.data import (
-    Batches,
-    EvaluationBatches,
-    TokenArray,
-    fingerprint,
-    train_and_held_out,
-    write_tokens,
-)
+from fmegatron.data import Batches, EvaluationBatches, train_and_held_out
 from fmegatron.data import order as data_order
+from fmegatron.data.fingerprint import fingerprint
+from fmegatron.data.tokens import TokenArray, write_tokens
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.testing import split
 

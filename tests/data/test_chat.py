@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 import transformers
 
-from fmegatron.data import ByteTokenizer, CharTokenizer, Chats, ChatTemplate, SourceBatches, chat_row, load_tokenizer
+from fmegatron.data import ByteTokenizer, CharTokenizer, Chats, ChatTemplate, SourceBatches, load_tokenizer
+from fmegatron.data.chat import chat_row
 from fmegatron.data.template import load_template
 
 PLAIN = (

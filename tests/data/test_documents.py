@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fmegatron.data import Batches, EvaluationBatches
-from fmegatron.layout import Mesh, zigzag
+from fmegatron.layout import Mesh
+from fmegatron.layout.zigzag import zigzag
 from fmegatron.testing import split
 from tests.data.test_batches import COUNTING
 

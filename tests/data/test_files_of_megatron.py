@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from fmegatron.data import Batches, IndexedTokens, IndexedWriter, Megatron, merge_indexed
+from fmegatron.data import Batches, IndexedTokens, Megatron
+from fmegatron.data.indexed_writer import IndexedWriter, merge_indexed
 from fmegatron.data.shares import Shares
 from tests import peer_python
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.data import Batches, IndexedTokens, IndexedWriter, merge_indexed, token_dtype, write_indexed
+from fmegatron.data import Batches, IndexedTokens, write_indexed
+from fmegatron.data.indexed_writer import IndexedWriter, merge_indexed, token_dtype
 
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from fmegatron.data import Batches, ByteTokenizer, IndexedTokens, fingerprint, ranged, write_indexed
+from fmegatron.data import Batches, ByteTokenizer, IndexedTokens, ranged, write_indexed
+from fmegatron.data.fingerprint import fingerprint
 from tests.checkpoint.s3_server import s3_endpoint
 
 RANDOM = np.random.default_rng(0)

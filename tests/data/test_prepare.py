@@ -14,19 +14,19 @@ import numpy as np
 import psutil
 import pytest
 
-from fmegatron.data import (
+from fmegatron.data import (  # fmt: skip
     Batches,
     ByteTokenizer,
     CharTokenizer,
     IndexedTokens,
-    fingerprint,
     load_packing,
-    merge_indexed,
-    prepare,
     texts,
     write_indexed,
-)  # fmt: skip
+)
 from fmegatron.data.__main__ import main
+from fmegatron.data.fingerprint import fingerprint
+from fmegatron.data.indexed_writer import merge_indexed
+from fmegatron.data.prepare import prepare
 from fmegatron.data.texts import Part, parts_of, texts_of
 
 TEXTS = [f"Text {i}: " + "naïve — 漢字 " * (i % 7) for i in range(60)] + ["", "last"]

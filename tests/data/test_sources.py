@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fmegatron import data, loop
 from fmegatron.checkpoint import rank_state
 from fmegatron.data import Batches, Blend, FillInTheMiddle, Mapped, SourceBatches, Stream
+from fmegatron.data.reader import ahead
 from fmegatron.layout import Mesh
 from tests.data.test_batches import COUNTING
 
@@ -104,7 +105,7 @@ def test_a_stream_goes_on_from_its_state():
     leaf, again = rank_state.pack(first.state()), Stream(Loader(5))  # a JSON value
     again.restore(rank_state.unpack(leaf))
     assert [int(again.at(n)["tokens"]) for n in (8, 9, 10)] == got[8:11]
-    with data.ahead(Stream(Loader(5))) as batch_at:
+    with ahead(Stream(Loader(5))) as batch_at:
         assert [int(batch_at(n)["tokens"]) for n in range(6)] == got[:6]
     with pytest.raises(ValueError, match="got position 3, wanted 12, as an iterable only goes on"):
         stream.at(3)

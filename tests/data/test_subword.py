@@ -11,8 +11,9 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
-from fmegatron.data import IndexedTokens, TokenArray, load_tokenizer, write_tokens
+from fmegatron.data import IndexedTokens, load_tokenizer
 from fmegatron.data.prepare import prepare
+from fmegatron.data.tokens import TokenArray, write_tokens
 from tests.house import ROOT
 
 TEXT = (ROOT / "data" / "tinyshakespeare.txt").read_text()[:4000]

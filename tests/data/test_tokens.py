@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fmegatron.data import ByteTokenizer, CharTokenizer, TokenArray, write_tokens
+from fmegatron.data import ByteTokenizer, CharTokenizer
+from fmegatron.data.tokens import TokenArray, write_tokens
 
 
 @pytest.fixture

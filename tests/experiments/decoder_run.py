@@ -17,7 +17,8 @@ import torch
 from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.loop import Faults, Local, Log, Options, Restart, Run, Save, Until, field
+from fmegatron.loop import Faults, Log, Options, Restart, Run, Save, Until, field
+from fmegatron.loop.options import Local
 from tests import writers
 from tests.fresh import Process, Twin
 

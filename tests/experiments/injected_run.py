@@ -17,7 +17,9 @@ import torch
 from fmegatron import data, loop, tree
 from fmegatron.collectives import Axes, connect, enter, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Faults, Local, Log, LossSpike, Options, Restart, Run, Save, field
+from fmegatron.loop import Faults, Log, Options, Restart, Run, Save, field
+from fmegatron.loop.losses import LossSpike
+from fmegatron.loop.options import Local
 from fmegatron.step import jit
 from tests import writers
 from tests.fresh import Process, Twin

@@ -9,7 +9,8 @@ from fmegatron import checkpoint, data, loop, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Log, Options, Save, field
-from fmegatron.loop.faults import Injector
+from fmegatron.loop.faults.inject import Injector
+from fmegatron.loop.signals import catch
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def main(config):
     with checkpoint.claim(run, world=world) as claim:
         begun = settings.begin(manager, specs, lambda: tree.init(specs, key=0, rank=world.rank))
         records = loop.JsonLines(run / "metrics.jsonl", after=begun.step)
-        with loop.Loggers(records, active=world.rank == 0) as log, loop.catch() as stop, manager:
+        with loop.Loggers(records, active=world.rank == 0) as log, catch() as stop, manager:
             faults = Injector(config.run.faults.inject, world.rank, run / "injected")
             where = {"steps": config.run.steps, "start": begun.step, "log_every": config.run.log.every}
             for info in loop.train(step, begun.state, rows, **where, stop=stop, world=world, inject=faults):

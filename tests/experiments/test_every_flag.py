@@ -12,6 +12,8 @@ import pytest
 
 from experiments import shakespeare
 from fmegatron import checkpoint, data, loop
+from fmegatron.loop.events import read_events
+from fmegatron.loop.flags import parse
 from fmegatron.loop.sources import fields_of
 from tests.experiments.given import flags as flags_of
 from tests.experiments.test_shakespeare import SMALL
@@ -118,7 +120,7 @@ def test_until(tmp_path, monkeypatch, text, why, least):
 
     monkeypatch.setattr(data.Batches, "rows", signalled)
     launched(tmp_path / "run", text.format(stop=tmp_path / "STOP"), steps=9)
-    (stopped,) = [x for x in loop.read_events(tmp_path / "run" / "events.jsonl") if x["event"] == "stopped"]
+    (stopped,) = [x for x in read_events(tmp_path / "run" / "events.jsonl") if x["event"] == "stopped"]
     assert why in stopped["why"] and least <= stopped["step"] < 9
     assert checkpoint.Manager(tmp_path / "run" / "checkpoints").steps()[-1] == stopped["step"]
 
@@ -141,7 +143,7 @@ def on_rank(rank, argv):
     """(warnings, the run)."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        shakespeare.experiment(loop.parse(argv, shakespeare.Config))
+        shakespeare.experiment(parse(argv, shakespeare.Config))
     return "\n".join(str(one.message) for one in seen)
 
 

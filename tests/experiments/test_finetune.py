@@ -10,6 +10,7 @@ from experiments import finetune
 from fmegatron import loop, step
 from fmegatron.data.__main__ import main as data_command
 from fmegatron.layout import Mesh
+from fmegatron.loop.config import UsageError
 from fmegatron.model.__main__ import main as model_command
 from tests.experiments.given import made
 from tests.model.families.tiny_hf import config_of, model_of
@@ -103,9 +104,9 @@ def test_a_corpus_is_trained_on_and_the_result_talks(tmp_path):
     assert model_command(["chat", str(tmp_path / "run"), "--prompt", "To be", "--tokens", "5"], out=out) == 0
     assert len(out.getvalue()) > 5  # and no error: most ids of the model are none of the tokenizer
     (tmp_path / "model" / "tokenizer.json").unlink()  # now its tokens are bytes
-    with pytest.raises(loop.UsageError, match="text: .*got a corpus of another tokenizer, wanted the model's"):
+    with pytest.raises(UsageError, match="text: .*got a corpus of another tokenizer, wanted the model's"):
         finetune.experiment(made(config, run=str(tmp_path / "other"), out=str(tmp_path / "other_out")))
-    with pytest.raises(loop.UsageError, match="out: .*got a path that exists already"):  # before it trains
+    with pytest.raises(UsageError, match="out: .*got a path that exists already"):  # before it trains
         finetune.experiment(made(config, run=str(tmp_path / "other")))
     assert not (tmp_path / "other").exists()
 
@@ -115,5 +116,5 @@ def test_a_text_that_the_vocabulary_does_not_have(tmp_path):
     config = made(
         finetune.Config, model=str(tmp_path / "model"), run=str(tmp_path / "run"), out=str(tmp_path / "o"), **TINY
     )
-    with pytest.raises(loop.UsageError, match="text: got token 122, wanted at most 69"):
+    with pytest.raises(UsageError, match="text: got token 122, wanted at most 69"):
         finetune.experiment(config)

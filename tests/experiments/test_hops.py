@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from experiments import shakespeare
 from fmegatron import step, tree
-from fmegatron.collectives.collective import Collective
+from fmegatron.collectives.kinds import Collective
 from fmegatron.layout import Mesh
 from tests.experiments.given import made
 from tests.house import ROOT

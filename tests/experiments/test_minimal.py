@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from experiments import minimal
-from fmegatron import loop, tree
+from fmegatron import tree
+from fmegatron.loop.nonfinite import NonFiniteError
 
 
 @pytest.mark.long
@@ -19,9 +20,7 @@ def test_it_learns(capsys):
 def test_it_does_not_train_numbers_that_are_not_finite(monkeypatch):
     draw = tree.init
     monkeypatch.setattr(tree, "init", lambda *args, **kw: tree.map(lambda x: x * math.inf, draw(*args, **kw)))
-    with pytest.raises(
-        loop.NonFiniteError, match="step 1: loss is nan; not finite in the state: head, hidden, letters"
-    ):
+    with pytest.raises(NonFiniteError, match="step 1: loss is nan; not finite in the state: head, hidden, letters"):
         minimal.main(steps=5)
 
 

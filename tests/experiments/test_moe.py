@@ -3,9 +3,10 @@
 import pytest
 
 from experiments import moe
-from fmegatron import loop, model
+from fmegatron import loop
 from fmegatron.check import main as check
 from fmegatron.layout import Mesh
+from fmegatron.model.counts import flops_per_token
 from tests.experiments.given import flags, made
 from tests.house import ROOT
 
@@ -24,7 +25,7 @@ def test_two_steps_and_a_picture(tmp_path):
 
 
 def test_equal_work():
-    dense, mixture = (model.flops_per_token(moe.decoder(moe.Config(), kind, 65)) for kind in moe.KINDS)
+    dense, mixture = (flops_per_token(moe.decoder(moe.Config(), kind, 65)) for kind in moe.KINDS)
     routers = 3 * 2 * moe.Config().layers * moe.Config().dim * moe.Config().experts
     assert mixture["total"] - dense["total"] == routers < 0.02 * dense["total"]
 

@@ -12,7 +12,9 @@ import torch
 
 from experiments import shakespeare
 from fmegatron import checkpoint, data, loop, tree
+from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.layout import Mesh
+from fmegatron.loop.config import UsageError
 from tests.experiments.given import flags as flags_of
 from tests.experiments.given import made
 from tests.house import ROOT
@@ -108,7 +110,7 @@ def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatc
     saves = [r for r in loop.read_metrics(tmp_path / "async" / "metrics.jsonl") if "save_seconds" in r]
     told = {r["step"] for r in saves}  # of those that end while the run closes, nothing is logged any more
     assert {1, 2, 4, 6} - told <= {2} and all(r["save_gb_per_s"] > 0 for r in saves)
-    assert checkpoint.read_latest(tmp_path / "async" / "checkpoints").step == 6
+    assert read_latest(tmp_path / "async" / "checkpoints").step == 6
     assert len(started) == 2
     for pid in started:
         with pytest.raises(ProcessLookupError):
@@ -247,13 +249,13 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
         ({"dim": 32}, "dim 16 -> 32"),
         ({"seq_len": 8, "prompts": ("A",)}, "seq_len 16 -> 8"),
     ):
-        with pytest.raises(loop.UsageError, match=f"step 3 is of a run with other settings: {words}. These change"):
+        with pytest.raises(UsageError, match=f"step 3 is of a run with other settings: {words}. These change"):
             trained(config(tmp_path, **change))
     text = tmp_path / "other.txt"
     text.write_text(shakespeare.TEXT.read_text().replace("ROMEO", "RAMEO"))
     with (
         monkeypatch.context() as patched,
-        pytest.raises(loop.UsageError, match='data {"tokens": "1115394 tokens.* -> {"tokens": "1115394'),
+        pytest.raises(UsageError, match='data {"tokens": "1115394 tokens.* -> {"tokens": "1115394'),
     ):
         patched.setattr(shakespeare, "TEXT", text)
         trained(config(tmp_path))

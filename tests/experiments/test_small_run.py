@@ -10,6 +10,8 @@ import time
 import pytest
 
 from fmegatron import checkpoint, loop
+from fmegatron.checkpoint.files.claims import ClaimedError
+from fmegatron.loop.nonfinite import NonFiniteError
 from tests.experiments.given import made
 from tests.experiments.small_run import Config, main
 from tests.house import ROOT
@@ -36,7 +38,7 @@ def test_a_number_that_is_not_finite_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "train", broken)
     run = tmp_path / "run"
     config = made(Config, run=str(run), save_every=1, log_every=10)
-    with pytest.raises(loop.NonFiniteError) as raised:
+    with pytest.raises(NonFiniteError) as raised:
         main(config)
     assert str(raised.value).startswith("step 10: loss is nan (finite at step 1); not finite in the state: w, 1 of 1")
     manager = checkpoint.Manager(run / "checkpoints")
@@ -56,7 +58,7 @@ def test_a_second_run_in_a_folder_is_refused_before_it_writes(tmp_path, capsys):
     main(made(Config, run=str(run)))
     with checkpoint.claim(run):
         kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        with pytest.raises(checkpoint.ClaimedError) as refused:
+        with pytest.raises(ClaimedError) as refused:
             main(made(Config, run=str(run), steps=20))
         with pytest.raises(SystemExit) as ended:
             loop.launch(main, Config, ["small_run.py", f"--run.folder={run}"])

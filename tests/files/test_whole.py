@@ -10,7 +10,7 @@ import pytest
 
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.files import whole
-from fmegatron.files.look import content_of, listed
+from fmegatron.files.disk import content_of, listed
 from fmegatron.files.whole import sync_directory, take_name, whole_file, write_whole
 from fmegatron.loop import JsonLines
 from tests.house import none, sources, syntax

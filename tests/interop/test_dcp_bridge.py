@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fmegatron import checkpoint, interop
-from fmegatron.interop import FmegatronReader, FmegatronWriter
+from fmegatron.interop.dcp_bridge import FmegatronReader, FmegatronWriter
 from fmegatron.layout import Layout, Mesh
 from tests.interop.models import build, full, same, state_of
 from tests.interop.torch_layout import whole

@@ -13,6 +13,7 @@ import torch
 
 from fmegatron import checkpoint, interop
 from fmegatron.checkpoint import CheckpointError
+from fmegatron.interop.dcp_read import read_dcp_object
 from fmegatron.interop.inert import Record, UnsafePickle, load
 from fmegatron.layout import Layout, Mesh
 from tests.interop.torch_layout import whole, write
@@ -100,7 +101,7 @@ def test_tensors_and_objects_that_run_something(directory, tmp_path):
                 if index.fqn == "w":
                     checkpoint.restore(interop.source(directory), layouts)
                 else:
-                    interop.read_dcp_object(directory, "o")
+                    read_dcp_object(directory, "o")
             assert name in str(caught.value) or "the global torch" in str(caught.value)
             assert not sentinel.exists()
             (directory / ".metadata").write_bytes(keep)
@@ -114,7 +115,7 @@ def test_objects_that_are_not_plain(tmp_path):
         path = tmp_path / str(i)
         write(path, {"w": (x, [((0,), (2,))])}, {"o": value})
         with pytest.raises(UnsafePickle, match=name):
-            interop.read_dcp_object(path, "o")
+            read_dcp_object(path, "o")
         assert torch.equal(checkpoint.restore(interop.source(path))["w"], x)  # the tensors are there
 
 
@@ -294,7 +295,7 @@ def test_an_expanded_tensor_in_an_object_is_read(tmp_path):
     """Small ones are what torch.save makes of `x.expand(...)`: right input."""
     x = whole((2,), torch.float32)
     write(tmp_path, {"w": (x, [((0,), (2,))])}, {"o": {"e": torch.tensor([1.5]).expand(100, 3)}})
-    got = interop.read_dcp_object(tmp_path, "o")["e"]
+    got = read_dcp_object(tmp_path, "o")["e"]
     assert got.shape == (100, 3) and bool((got == 1.5).all())
 
 

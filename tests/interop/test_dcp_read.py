@@ -10,6 +10,7 @@ from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.collectives import connect
 from fmegatron.interop import dcp_read
+from fmegatron.interop.dcp_read import dcp_objects, read_dcp_object
 from fmegatron.layout import Layout, Mesh, Split
 from tests.interop.models import build, full, state_of
 from tests.interop.torch_layout import whole, write, write_megatron
@@ -47,12 +48,12 @@ def test_megatron_to_any_mesh(tmp_path, monkeypatch, verify, block):
         check_all_ranks(tmp_path, wanted, mesh, spec, strict="subset", verify=verify)
     found = checkpoint.layouts(interop.source(tmp_path))
     assert found["decoder.layers.linear.weight"] == Layout((4, 8, 6), torch.bfloat16, Mesh())
-    names = interop.dcp_objects(tmp_path)
+    names = dcp_objects(tmp_path)
     assert names[:2] == ["rng_state/shard_0.0_1.2", "rng_state/shard_0.1_1.2"] and names[2] == "common"
-    assert interop.read_dcp_object(tmp_path, names[1]) == [{"seed": 1, "offset": 7}]
-    assert interop.read_dcp_object(tmp_path, "common") == {"iteration": 7, "args": {"lr": 0.1}}
+    assert read_dcp_object(tmp_path, names[1]) == [{"seed": 1, "offset": 7}]
+    assert read_dcp_object(tmp_path, "common") == {"iteration": 7, "args": {"lr": 0.1}}
     with pytest.raises(ValueError, match="did you mean common"):
-        interop.read_dcp_object(tmp_path, "comon")
+        read_dcp_object(tmp_path, "comon")
 
 
 DTYPES = (
@@ -102,7 +103,7 @@ def test_what_torch_saved_from_dtensors(ranks, tmp_path, kind, size):
         wanted |= {f"optimizer/state/{i}/{name}": x for name, x in moments.items()}
     for mesh, spec in ((Mesh(), ()), (Mesh(fsdp=3), ("fsdp",)), (Mesh(a=2, b=2), ("b", "a"))):
         check_all_ranks(path, wanted, mesh, spec)
-    assert interop.read_dcp_object(path, "optimizer/param_groups/0/betas") == (0.9, 0.98)
+    assert read_dcp_object(path, "optimizer/param_groups/0/betas") == (0.9, 0.98)
     flat = {name: Layout(x.shape, x.dtype, Mesh(dp=3), flat="dp") for name, x in wanted.items()}
     parts = [checkpoint.restore(interop.source(path), flat, rank=rank) for rank in range(3)]
     assert all(torch.equal(torch.cat([p[name] for p in parts]), x.reshape(-1)) for name, x in wanted.items())
@@ -153,7 +154,7 @@ def test_cast_strict_and_errors(tmp_path):
     with pytest.raises(ValueError, match=r"nrom: not in the checkpoint \(did you mean norm\?\)"):
         checkpoint.restore(interop.source(tmp_path), {"nrom": whole_tree["norm"]}, strict="subset")
     with pytest.raises(CheckpointError, match="no .metadata"):
-        interop.dcp_objects(tmp_path / "nowhere")
+        dcp_objects(tmp_path / "nowhere")
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fmegatron import checkpoint, interop, tree
 from fmegatron.collectives import connect
+from fmegatron.interop.dcp_read import read_dcp_object
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import cut_tree
 from tests.interop.torch_layout import whole
@@ -74,7 +75,7 @@ def test_torch_loads_what_we_write(ranks, tmp_path, sizes):
         got = checkpoint.restore(interop.source(path), layouts, rank=rank)
         assert all(torch.equal(got["model"][n], state["model"][n].reshape(got["model"][n].shape)) for n in SPECS)
         assert torch.equal(got["opt"][1]["low"], state["opt"][1]["low"]) and got["opt"][1]["none"].shape == (0, 4)
-    assert interop.read_dcp_object(path, "opt/betas") == (0.9, 0.98)
+    assert read_dcp_object(path, "opt/betas") == (0.9, 0.98)
     with open(f"{path}/.metadata", "rb") as f:
         written = pickle.load(f)
     assert len(written.state_dict_metadata["model.same"].chunks) == 1  # of replicas one writes

@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fmegatron.interop import layout_of, mesh_of, to_dtensor
+from fmegatron.interop import to_dtensor
+from fmegatron.interop.dtensor import layout_of, mesh_of
 from fmegatron.layout import Layout, Mesh, Split
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

@@ -13,6 +13,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.interop import megatron
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.model import MoE, llama
+from fmegatron.tree.structure import flatten, unflatten
 from tests.interop.test_hf_load import assert_shards
 from tests.interop.torch_layout import write
 
@@ -141,7 +142,7 @@ def test_model_and_weights_on_any_mesh(tmp_path, case):
     assert decoder == llama(**{**SIZES, "norm_eps": 1e-6, "rope_theta": 5e5, "vocab_multiple": 64, **fields})
     for mesh in (Mesh(), Mesh(fsdp=2, tp=2)):
         layouts = model.layouts(decoder, mesh)
-        whole = tree.unflatten(tree.flatten(layouts)[2], [ours[path] for path in tree.paths(layouts)])
+        whole = unflatten(flatten(layouts)[2], [ours[path] for path in tree.paths(layouts)])
         for rank in range(mesh.size):
             assert_shards(megatron.load(tmp_path / "run", decoder, layouts, rank=rank), whole, layouts, rank)
     found = interop.source(tmp_path / "run")
@@ -169,12 +170,12 @@ def test_adamws_state(tmp_path, masters, dtype):
     wanted |= {f"opt/adam/{m}/{p}": x for m, one in (("m", ours[1]), ("v", ours[2])) for p, x in one.items()}
     wanted |= {f"opt/master/{p}": x.float() for p, x in exact.items()}
     wanted |= {"step": torch.tensor(7), "opt/count": torch.tensor(7)}
-    whole = tree.unflatten(tree.flatten(layouts)[2], [wanted[path] for path in tree.paths(layouts)])
+    whole = unflatten(flatten(layouts)[2], [wanted[path] for path in tree.paths(layouts)])
     for rank in range(2):
         got = megatron.load_state(tmp_path / "run", decoder, layouts, rank=rank)
         assert_shards(got, whole, layouts, rank)
     params = megatron.load(tmp_path / "run", decoder, layouts.params, rank=0)  # the model alone: its own weights
-    assert_shards(params, tree.unflatten(tree.flatten(layouts.params)[2],
+    assert_shards(params, unflatten(flatten(layouts.params)[2],
                   [ours[0][p].to(dtype) for p in tree.paths(layouts.params)]), layouts.params, 0)  # fmt: skip
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.collectives import connect
-from fmegatron.interop import from_state_dict, load_state_dict, save_state_dict, to_state_dict
+from fmegatron.interop import load_state_dict, save_state_dict
+from fmegatron.interop.state_dict import from_state_dict, to_state_dict
 from fmegatron.layout import Mesh
 from fmegatron.tree import place
 from tests.interop.models import build, full, same, state_of

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from fmegatron.interop.dcp_write import Shard, ShardPlanner
-from fmegatron.layout import Box, Layout, Mesh, row_major_strides
+from fmegatron.layout import Box, Layout, Mesh
+from fmegatron.layout.boxes import row_major_strides
 
 
 def whole(shape, dtype):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from fmegatron.layout import Box, Layout, Mesh, Rules, Split, check_cover, chunk, dtype_from_name, dtype_name
+from fmegatron.layout import Box, Layout, Mesh, Rules, Split, check_cover
+from fmegatron.layout.dtypes import dtype_from_name, dtype_name
+from fmegatron.layout.split import chunk
 
 F32, BF16, I64 = torch.float32, torch.bfloat16, torch.int64
 MESH = Mesh(pp=2, dp=2, fsdp=4, tp=2)

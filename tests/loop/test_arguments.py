@@ -5,8 +5,8 @@ import torch
 
 from fmegatron import data, loop
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import UsageError
 from fmegatron.loop.arguments import check_hashes
+from fmegatron.loop.config import UsageError
 from fmegatron.tree import ArraySpec, Constant
 
 SPECS = {"w": ArraySpec(Layout((4,), torch.float32, Mesh(), (None,)), Constant(1.0))}

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from fmegatron.layout import Mesh
-from fmegatron.loop import UsageError, check, field, launch, parse
+from fmegatron.loop import check, field, launch
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.flags import parse
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from fmegatron import data, loop, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop.deterministic import VARIABLES
+from fmegatron.loop.determinism import VARIABLES
 
 
 def seen():

@@ -7,8 +7,10 @@ import torch
 
 from fmegatron import checkpoint, data, loop, step, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Experiment, Options, UsageError, parse
+from fmegatron.loop import Experiment, Options
+from fmegatron.loop.config import UsageError
 from fmegatron.loop.effects import require_axes
+from fmegatron.loop.flags import parse
 
 SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.Constant(1.0))}
 STEPS = 6

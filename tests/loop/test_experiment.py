@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from fmegatron import data, loop, optim, step, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.loop import Experiment, Options, UsageError, field
+from fmegatron.loop import Experiment, Options, field
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.experiment import load_experiment
 
 IDS = np.random.default_rng(0).integers(0, 11, 4000).astype(np.uint16)
 
@@ -190,7 +192,7 @@ def test_a_file_gives_its_experiment_or_its_parts(tmp_path):
     (tmp_path / "parts.py").write_text("from tests.loop.test_experiment import Config, describe\n")
     (tmp_path / "none.py").write_text("from tests.loop.test_experiment import Config\n")
     for name in ("whole", "parts"):
-        config, found = loop.load_experiment(str(tmp_path / f"{name}.py"))
+        config, found = load_experiment(str(tmp_path / f"{name}.py"))
         assert config.__name__ == "Config" and found(config()).microbatches == 1
     with pytest.raises(ValueError, match="got a file that defines no experiment, wanted experiment = loop.Experiment"):
-        loop.load_experiment(str(tmp_path / "none.py"))
+        load_experiment(str(tmp_path / "none.py"))

@@ -9,8 +9,9 @@ from experiments import shakespeare
 from fmegatron import optim, plan, step, tree
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Memory, UsageError
+from fmegatron.loop.config import UsageError
 from fmegatron.loop.fits import container_bytes, planned_bytes, resident_bytes
+from fmegatron.loop.options import Memory
 from tests.experiments.given import made
 from tests.experiments.test_shakespeare import SMALL
 

@@ -7,8 +7,8 @@ import pytest
 from torch.distributed import run as torchrun
 
 from fmegatron.layout import Mesh
-from fmegatron.loop import UsageError, parse
-from fmegatron.loop.flags import _SPELLED, usage
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.flags import _SPELLED, parse, usage
 
 
 @dataclass(frozen=True)

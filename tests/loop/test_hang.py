@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from fmegatron.loop import Patience, Pulse, read_events
+from fmegatron.loop.events import read_events
 from fmegatron.loop.faults import siblings
 from fmegatron.loop.faults.hang import HANG, _Watch
+from fmegatron.loop.faults.pulse import Patience, Pulse
 from fmegatron.loop.faults.siblings import kill_siblings, own_process
 from tests.house import ROOT
 

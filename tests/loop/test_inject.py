@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from fmegatron.loop import Injection
-from fmegatron.loop.faults import Injector, inject
+from fmegatron.loop.faults import inject
+from fmegatron.loop.faults.inject import Injection, Injector
 
 
 def test_how_faults_are_written():

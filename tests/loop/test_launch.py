@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fmegatron.checkpoint import CheckpointError, ClaimedError
-from fmegatron.loop import UsageError, catch, launch, set_up
-from fmegatron.loop.faults import Place
-from fmegatron.loop.launch import use_threads
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.claims import ClaimedError
+from fmegatron.loop import launch, set_up
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.faults.notice import Place
+from fmegatron.loop.launcher import use_threads
+from fmegatron.loop.signals import catch
 from tests.house import ROOT
 
 SCRIPT = """

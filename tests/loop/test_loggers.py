@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
-from fmegatron.loop import JsonLines, Loggers, StepInfo, Table, plot_loss, progress
+from fmegatron.loop import JsonLines, Loggers, plot_loss
 from fmegatron.loop import read_metrics as read
+from fmegatron.loop.loggers import Table, progress
+from fmegatron.loop.training import StepInfo
 
 
 def write(path, steps, after=0, **values):

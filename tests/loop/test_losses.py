@@ -10,8 +10,8 @@ import torch
 
 from fmegatron import step
 from fmegatron.data import source
-from fmegatron.loop import BadLoss, BadLossError, LossSpike, LossStuck, train
-from fmegatron.loop.losses import LossWatch, RollBack, RunAgain
+from fmegatron.loop import train
+from fmegatron.loop.losses import BadLoss, BadLossError, LossSpike, LossStuck, LossWatch, RollBack, RunAgain
 from tests.loop.test_train import Ranks
 
 

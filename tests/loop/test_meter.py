@@ -10,22 +10,11 @@ import torch
 from fmegatron import loop, tree
 from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import (
-    Events,
-    JsonLines,
-    Log,
-    Meter,
-    Options,
-    Peak,
-    Policies,
-    Run,
-    Save,
-    StepInfo,
-    read_events,
-    read_metrics,
-)
-from fmegatron.loop.hardware import energy_reader, measured_peak, memory_reader, of_table
-from fmegatron.loop.meter import split_of
+from fmegatron.loop import JsonLines, Log, Options, Policies, Run, Save, read_metrics
+from fmegatron.loop.events import Events, read_events
+from fmegatron.loop.hardware import Peak, energy_reader, measured_peak, memory_reader, of_table
+from fmegatron.loop.meter import Meter, split_of
+from fmegatron.loop.training import StepInfo
 
 CPU = torch.device("cpu")
 LAYOUT = Layout((4,), torch.float64, Mesh())

@@ -11,7 +11,9 @@ from fmegatron import checkpoint, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import BadLoss, NonFiniteError, nonfinite, train
+from fmegatron.loop import nonfinite, train
+from fmegatron.loop.losses import BadLoss
+from fmegatron.loop.nonfinite import NonFiniteError
 from tests.loop.test_train import Ranks
 
 SPECS = {

@@ -10,9 +10,10 @@ import torch
 
 from fmegatron import checkpoint, data, loop, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Options, Settings, UsageError, field, parse
-from fmegatron.loop.flags import usage
-from fmegatron.loop.options import MOVED, of_before
+from fmegatron.loop import Options, Settings, field
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.flags import parse, usage
+from fmegatron.loop.options import MOVED, Local, of_before
 from fmegatron.loop.plain import plain
 from fmegatron.loop.sources import fields_of, text_of, walk
 
@@ -190,7 +191,7 @@ def test_an_argument_of_before_is_refused_with_its_place(tmp_path, name, place):
 
 
 def test_replicas_of_two_runs_of_one_name_do_not_meet(tmp_path):
-    local = loop.Local(str(tmp_path / "ram"), copies=1)
+    local = Local(str(tmp_path / "ram"), copies=1)
     runs = [loop.Run(tmp_path / of / "run", halve, SPECS, options=Options(save=loop.Save(local=local))) for of in "ab"]
     again = loop.Run(tmp_path / "a" / "run", halve, SPECS, options=Options(save=loop.Save(local=local)))
     names = [run.local.run for run in (*runs, again)]

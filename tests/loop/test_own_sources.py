@@ -12,7 +12,8 @@ import torch
 from fmegatron import checkpoint, data, loop, tree
 from fmegatron.collectives import World, connect
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.loop import Faults, Log, Options, Run, Save, UsageError
+from fmegatron.loop import Faults, Log, Options, Run, Save
+from fmegatron.loop.config import UsageError
 from fmegatron.step import Description
 
 ROWS = 8

@@ -13,20 +13,11 @@ import torch
 from fmegatron import checkpoint, tree
 from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import (
-    Faults,
-    Local,
-    Log,
-    LossSpike,
-    Memory,
-    Options,
-    RerunError,
-    Restart,
-    Run,
-    Save,
-    Until,
-    catch,
-)
+from fmegatron.loop import Faults, Log, Options, Restart, Run, Save, Until
+from fmegatron.loop.losses import LossSpike
+from fmegatron.loop.options import Local, Memory
+from fmegatron.loop.rerun import RerunError
+from fmegatron.loop.signals import catch
 
 SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.ones)}
 

@@ -9,8 +9,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import ReplicasDifferError, hashes
-from fmegatron.loop.replicas import compare
+from fmegatron.loop.replicas import ReplicasDifferError, compare, hashes
 
 KINDS = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.bool, torch.complex64)
 

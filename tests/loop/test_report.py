@@ -11,7 +11,8 @@ import unittest
 import pytest
 
 from fmegatron import report
-from fmegatron.loop import Events, JsonLines, Loggers, read_metrics, read_run, report_page
+from fmegatron.loop import JsonLines, Loggers, read_metrics, read_run, report_page
+from fmegatron.loop.events import Events
 from fmegatron.loop.report.figures import number, thinned, ticks
 from fmegatron.loop.report.page import mean_split
 from fmegatron.loop.report.ranks import rank_times

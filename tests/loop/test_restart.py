@@ -15,9 +15,11 @@ from torch.distributed import HashStore
 
 from fmegatron.collectives import World
 from fmegatron.layout import Mesh
-from fmegatron.loop import Pulse, Restart, catch
+from fmegatron.loop import Restart
 from fmegatron.loop.faults.notice import Faults, Place
+from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.restart import Restarts, started
+from fmegatron.loop.signals import catch
 from tests.house import ROOT
 
 

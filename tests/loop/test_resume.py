@@ -11,7 +11,8 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import Settings, UsageError, field
+from fmegatron.loop import Settings, field
+from fmegatron.loop.config import UsageError
 from fmegatron.loop.plain import fields
 
 LAYOUTS = {"w": Layout((4,), torch.float32, Mesh())}

@@ -15,7 +15,11 @@ from fmegatron import checkpoint, data, loop, optim, step, tree
 from fmegatron.collectives import Axes, World, connect
 from fmegatron.data import source
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.loop import Log, Options, Run, Save, UsageError, catch
+from fmegatron.loop import Log, Options, Run, Save
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.events import read_events
+from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.signals import catch
 
 LAYOUT = Layout((4,), torch.float64, Mesh())
 SPECS = {"w": tree.ArraySpec(LAYOUT, tree.ones), "n": tree.ArraySpec(Layout((), torch.int64, Mesh()))}
@@ -143,7 +147,7 @@ def test_what_is_not_finite_ends_the_run_and_is_not_the_newest_good_one(tmp_path
         state, metrics = halve(state, batch)
         return {**state, "w": state["w"] * (float("nan") if batch[0] == 4 else 1.0)}, metrics
 
-    with pytest.raises(loop.NonFiniteError):
+    with pytest.raises(NonFiniteError):
         list(Run(tmp_path, breaks, SPECS, options=Options(save=Save(every=1), log=Log(every=1)))(batch_at, steps=10))
     again = Run(tmp_path, halve, SPECS)
     with pytest.warns(RuntimeWarning, match="not finite"):
@@ -331,5 +335,5 @@ def test_each_save_in_the_background_is_recorded_also_one_that_ends_last(tmp_pat
     """The steps take no time, so that most saves are under way when the last one, which is waited for, begins."""
     run = Run(tmp_path, halve, SPECS, options=Options(save=Save(every=1, in_background=True, keep=None)))
     assert [info.step for info in run(batch_at, steps=4)] == [1, 2, 3, 4]
-    saved = [event["step"] for event in loop.read_events(tmp_path / "events.jsonl") if event["event"] == "saved"]
+    saved = [event["step"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "saved"]
     assert sorted(saved) == [1, 2, 3, 4] == list(run.manager.steps())

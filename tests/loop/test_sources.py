@@ -12,8 +12,9 @@ from typing import Literal
 import pytest
 
 from fmegatron.layout import Mesh
-from fmegatron.loop import Settings, UsageError, check, field, launch, parse
-from fmegatron.loop.flags import usage
+from fmegatron.loop import Settings, check, field, launch
+from fmegatron.loop.config import UsageError
+from fmegatron.loop.flags import parse, usage
 from fmegatron.loop.sources import as_toml, text_of, value_of
 from tests.house import ROOT
 from tests.sampling import seeds

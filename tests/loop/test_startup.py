@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop import startup
+from fmegatron.loop.startup import startup
 
 MESH = Mesh(fsdp=2, tp=2)
 LAYOUTS = {

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from fmegatron.data import source
-from fmegatron.loop import BadLoss, Stop, evaluate, fetch, mean, train
+from fmegatron.loop import evaluate, train
+from fmegatron.loop.losses import BadLoss
+from fmegatron.loop.metrics import fetch, mean
+from fmegatron.loop.signals import Stop
 
 
 def count(state, batch):

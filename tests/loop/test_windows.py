@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from fmegatron.loop import Log, Options, Run, read_events
+from fmegatron.loop import Log, Options, Run
+from fmegatron.loop.events import read_events
 from fmegatron.loop.windows import FILE, Window, Windows, exposed, windows
 from tests.loop.test_run import SPECS, batch_at, halve
 

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from fmegatron import model, nn, optim, step, tree
+from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.model.families.registry import family_of
+from fmegatron.nn.context_parallel import zigzag
 from tests import pairs
 from tests.model.test_reference import leaves_that_differ
 
@@ -113,7 +115,7 @@ def decoder_of(case: dict) -> model.Decoder:
     """The family's model with the forms of the case."""
     config, form = CONFIGS[case["family"]], None if case["cp"] == "none" else case["cp"]
     options = {"precision": Precision.fp64(), "sequence_parallel": case["tp"] == "tp, sequence", "vocab_multiple": 2}
-    of = model.families.family_of(config).decoder(config, **options)
+    of = family_of(config).decoder(config, **options)
 
     experts = {"ep": OVER[case["experts"]]}
     if case["family"] == "deepseek_v3":
@@ -172,7 +174,7 @@ def batch_of(case: dict, i: int = 0) -> dict:
         batch |= {"documents": (at >= begins).long(), "positions": torch.where(at >= begins, at - begins, at)}
     elif "balanced" in case["cp"]:
         batch["positions"] = at
-    order = nn.zigzag(SEQ, mesh["cp"]) if "balanced" in case["cp"] else torch.arange(SEQ)
+    order = zigzag(SEQ, mesh["cp"]) if "balanced" in case["cp"] else torch.arange(SEQ)
     return {name: x[:, order].contiguous() for name, x in batch.items()}
 
 

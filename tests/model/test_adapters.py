@@ -11,7 +11,12 @@ import torch
 from fmegatron import checkpoint, model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.testing import join, relative_error, simulate, split
+from fmegatron.model.families.registry import family_of
+from fmegatron.step.partition import Policy
+from fmegatron.testing import join, simulate, split
+from fmegatron.testing.compare_ranks import relative_error
+from fmegatron.tree.spec import Init
+from fmegatron.tree.structure import map_with_path
 from tests.definition import loss_of
 from tests.model import settings
 from tests.model.test_mamba import hybrid
@@ -25,7 +30,7 @@ ZERO3, HSDP = DataParallel.zero3(), DataParallel.hsdp()
 EXPERTS = DataParallel(*[("dp", "fsdp", "ep")] * 4)
 RULES = [("lora/.*/[ab]", optim.Group()), (".*", optim.Group(frozen=True))]
 OPTIMIZER = optim.grouped(1e-2, RULES, adam=optim.scale_by_adam())
-RANDOM: tree.Init = tree.Normal(0.3)  # of b, so that gradients of a are not 0
+RANDOM: Init = tree.Normal(0.3)  # of b, so that gradients of a are not 0
 
 SP = {"sequence_parallel": True}
 
@@ -33,7 +38,7 @@ SP = {"sequence_parallel": True}
 def family(name):
     """A small decoder of a family, as a function of its options."""
     config = settings.CONFIGS[name]
-    of = model.families.family_of(config).decoder
+    of = family_of(config).decoder
     return functools.partial(of, config, precision=Precision.fp64(), vocab_multiple=4)
 
 
@@ -48,18 +53,18 @@ class Case(NamedTuple):
     mesh: Mesh
     options: dict
     strategy: DataParallel = ZERO3
-    save: step.Policy | None = "mincut"
+    save: Policy | None = "mincut"
     microbatches: int = 1
 
     @property
     def decoder(self):
         return self.make(**self.options)
 
-    def specs(self, mesh=None, b: tree.Init = RANDOM):
+    def specs(self, mesh=None, b: Init = RANDOM):
         """{"base", "lora"}."""
         base = model.specs(self.decoder, mesh or self.mesh, strategy=self.strategy)
         lora = model.lora(self.decoder, base, match=self.match, rank=3, alpha=6.0)
-        lora = tree.map_with_path(lambda p, s: s.replace(init=b) if p.endswith("/b") else s, lora)
+        lora = map_with_path(lambda p, s: s.replace(init=b) if p.endswith("/b") else s, lora)
         return {"base": base, "lora": lora}
 
     def loss(self, params, batch, mesh, adapted=model.adapted):

@@ -6,6 +6,7 @@ import torch
 
 from fmegatron import checkpoint, model, plan, step, tree
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 from tests.definition import loss_of
 from tests.house import ROOT
 from tests.model.test_reference import tiny
@@ -29,7 +30,7 @@ def batch_of(i):
 
 
 def test_trained_saved_written_and_merged(tmp_path):
-    names, base = page(), model.init(DECODER, Mesh(), key=5)
+    names, base = page(), init(DECODER, Mesh(), key=5)
     checkpoint.save(tmp_path / "base", base)
     batches = [batch_of(i) for i in range(12)]
     params, losses = names["train"](DECODER, tmp_path / "base", tmp_path / "lora", batches, backend="eager")

@@ -8,7 +8,8 @@ from fmegatron import tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.step import jit
-from fmegatron.testing import join, relative_error, simulate, split
+from fmegatron.testing import join, simulate, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.model import settings
 from tests.pairs import few
 from tests.step.tiny import SCALAR

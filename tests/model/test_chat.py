@@ -11,6 +11,13 @@ from fmegatron import checkpoint, data, model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import Mesh
 from fmegatron.model.__main__ import main
+from fmegatron.model.array_specs import init
+from fmegatron.model.families.llamas import llama
+from fmegatron.model.json_form import described, description
+from fmegatron.model.norm import LayerNorm
+from fmegatron.model.rope import Rope
+from fmegatron.model.text import pieces
+from fmegatron.nn.rope import Yarn
 from tests.model.test_reference import leaves_that_differ, tiny
 
 TOKENIZER = data.CharTokenizer("\n '" + "".join(map(chr, range(44, 91))))  # of 50 ids, as many as the model has
@@ -22,7 +29,7 @@ def run(tmp_path_factory):
     decoder, mesh, folder = tiny(max_seq=40), Mesh(), tmp_path_factory.mktemp("run")
     specs = step.state_specs(model.specs(decoder, mesh), optim.sgd(0.1, momentum=0.9))
     state = tree.init(specs, key=0, rank=0)
-    params = leaves_that_differ(model.init(decoder, mesh, key=5))
+    params = leaves_that_differ(init(decoder, mesh, key=5))
     manager = checkpoint.Manager(folder / "checkpoints")
     kept = model.kept(decoder, TOKENIZER)
     manager.save(3, state._replace(params=params), specs, metadata=kept)
@@ -93,22 +100,22 @@ def test_pieces_are_the_text_up_to_the_first_stop(stops):
     """Bytes: characters of one to four tokens come complete."""
     text = "hello, naïve wörld é! € 😀 hello"
     ids = data.ByteTokenizer().encode(text).tolist()
-    got = list(model.pieces(ids, data.ByteTokenizer(), stops))
+    got = list(pieces(ids, data.ByteTokenizer(), stops))
     ends = [text.index(stop) for stop in stops if stop in text]
     assert "".join(got) == text[: min(ends, default=None)] and not any("\ufffd" in piece for piece in got)
 
 
 def test_bytes_that_are_no_text_are_shown_in_the_end():
     for ids in ([0xC3], [0xF0, 0x9F], [0xFF] * 9 + [65], [65, 0xC3, 0xC3, 0xA9, 0xF0]):
-        assert "".join(model.pieces(ids, data.ByteTokenizer())) == data.ByteTokenizer().decode(ids)
+        assert "".join(pieces(ids, data.ByteTokenizer())) == data.ByteTokenizer().decode(ids)
 
 
 DECODERS = {
-    "moe": lambda: model.families.llama(50, 32, 2, 4, 2, 48, 12),
+    "moe": lambda: llama(50, 32, 2, 4, 2, 48, 12),
     "precision": lambda: tiny(precision=Precision.bf16()),
     "yarn": lambda: model.Decoder(
-        50, 32, ((model.Part("a", model.Attention(4, 2, 8, model.Rope(8, scaling=nn.Yarn(4.0, 16)), window=5)),),) * 3,
-        max_seq=64, norm=model.LayerNorm(), logit_softcap=30.0,
+        50, 32, ((model.Part("a", model.Attention(4, 2, 8, Rope(8, scaling=Yarn(4.0, 16)), window=5)),),) * 3,
+        max_seq=64, norm=LayerNorm(), logit_softcap=30.0,
     ),
     "mamba": lambda: model.Decoder(50, 32, ((model.Part("m", model.Mamba(4, 8, 8)),), *tiny().blocks), max_seq=64),
     "experts": lambda: model.Decoder(
@@ -120,7 +127,7 @@ DECODERS = {
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_comes_back_from_json(name):
     decoder = DECODERS[name]()
-    assert model.described(json.loads(json.dumps(model.description(decoder), allow_nan=False))) == decoder
+    assert described(json.loads(json.dumps(description(decoder), allow_nan=False))) == decoder
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,7 @@ def test_a_decoder_comes_back_from_json(name):
 )
 def test_a_description_makes_nothing_else(change, message):
     with pytest.raises(ValueError, match=message):
-        model.described(model.description(tiny()) | change)
+        described(description(tiny()) | change)
 
 
 JINJA = (

@@ -6,8 +6,9 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.step import trace, value_and_grad
-from fmegatron.testing import inline_layers
+from fmegatron.step.opaque import inline_layers
 from tests.model.families.test_families_sharded import assert_proven
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import check, collectives
@@ -22,7 +23,7 @@ VARIANTS = {
 
 
 def loss_and_gradients(of, batch):
-    params = leaves_that_differ(model.init(of, Mesh(), key=3))
+    params = leaves_that_differ(init(of, Mesh(), key=3))
     f = value_and_grad(lambda p, b: model.loss(p, b, of, Axes(Mesh())), axes=Axes(Mesh()))
     (loss, metrics), grads = f(params, batch)
     return [loss, *metrics.values(), *tree.leaves(grads)]
@@ -55,7 +56,7 @@ def test_no_buffer_has_the_size_of_the_logits_and_no_collective_is_added():
     for one in (of, plain):
         layouts, axes = model.layouts(one, Mesh()), Axes(Mesh())
         f = value_and_grad(lambda p, b, one=one, of=layouts, axes=axes: model.loss(p, b, one, axes)[0])
-        graph = inline_layers(trace(f, (model.init(one, Mesh(), 0), make_batch(one, 4))).graph_module.graph)
+        graph = inline_layers(trace(f, (init(one, Mesh(), 0), make_batch(one, 4))).graph_module.graph)
         shapes = [n.meta["val"].shape for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         largest.append(max(shape.numel() for shape in shapes if shape[-1:] == (4096,) and shape[:-1] != (32,)))
     assert largest == [4 * 12 * 4096 // 8, 4 * 12 * 4096]
@@ -66,4 +67,4 @@ def test_no_buffer_has_the_size_of_the_logits_and_no_collective_is_added():
 def test_chunks_that_do_not_divide():
     of = tiny(loss_chunks=5)
     with pytest.raises(ValueError, match="chunks: got 5, wanted a divisor of the 36 tokens"):
-        model.loss(model.init(of, Mesh(), 0), make_batch(of), of, Axes(Mesh()))
+        model.loss(init(of, Mesh(), 0), make_batch(of), of, Axes(Mesh()))

@@ -7,7 +7,8 @@ from fmegatron import model, tree
 from fmegatron.collectives import connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import jit
-from fmegatron.testing import join, relative_error, split
+from fmegatron.testing import join, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.model import settings
 from tests.model.test_mamba import hybrid
 from tests.model.test_mtp import further

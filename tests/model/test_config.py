@@ -10,6 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh, Rules
+from fmegatron.model.array_specs import init
+from fmegatron.model.array_specs import rules as rules_of_model
+from fmegatron.model.counts import cache_bytes_per_token, flops_per_token, parameters
 from tests.definition import loss_of
 from tests.model import plain_llama
 from tests.model.test_golden import MODELS
@@ -50,7 +53,7 @@ def test_a_model_that_does_not_fit_its_mesh(change, mesh, message):
 
 
 def test_rules_of_ones_own():
-    rules = Rules([(r".*norm", ("fsdp",)), *model.rules(TINY).table])
+    rules = Rules([(r".*norm", ("fsdp",)), *rules_of_model(TINY).table])
     specs = model.specs(TINY, Mesh(fsdp=2), rules)
     assert specs["final_norm"].layout.axes(0) == ("fsdp",)
     with pytest.raises(ValueError, match="wrong_axis"):
@@ -64,7 +67,7 @@ def test_the_mesh_need_not_have_every_axis():
 
 
 def test_residual_outputs_start_smaller():
-    params = model.init(tiny(layers=8), Mesh(), key=1)
+    params = init(tiny(layers=8), Mesh(), key=1)
     std = {path: float(x.std()) for path, x in zip(tree.paths(params), tree.leaves(params), strict=True)}
     assert abs(std["blocks/attention/wqkv"] / 0.02 - 1) < 0.05
     for path in ("blocks/attention/wo", "blocks/mlp/w_down"):
@@ -73,15 +76,15 @@ def test_residual_outputs_start_smaller():
 
 
 def test_initial_loss_is_that_of_a_uniform_guess():
-    parts, _ = model.loss(model.init(TINY, Mesh(), 0), make_batch(TINY), TINY, Axes(Mesh()))
+    parts, _ = model.loss(init(TINY, Mesh(), 0), make_batch(TINY), TINY, Axes(Mesh()))
     assert abs(float(loss_of(parts)) - math.log(TINY.vocab_size)) < 0.05
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_and_flops(tied):
     config = dataclasses.replace(TINY, tied=tied)
-    params = model.init(config, Mesh(), 0)
-    count = model.parameters(config)
+    params = init(config, Mesh(), 0)
+    count = parameters(config)
     assert count["total"] == sum(x.numel() for x in tree.leaves(params))
     assert count["total"] == sum(n for name, n in count.items() if name != "total")
     batch = make_batch(config)
@@ -91,14 +94,14 @@ def test_parameters_and_flops(tied):
             value = plain_llama.loss(params, batch, config)
             if training:
                 value.backward()
-        wanted = model.flops_per_token(config, batch["tokens"].shape[1], training=training, causal=False)["total"]
+        wanted = flops_per_token(config, batch["tokens"].shape[1], training=training, causal=False)["total"]
         assert counter.get_total_flops() == wanted * batch["tokens"].numel()
 
 
 def test_llama_3_8b_has_the_published_number_of_parameters():
-    assert model.parameters(MODELS["llama3_8b"])["total"] == 8_030_261_248
+    assert parameters(MODELS["llama3_8b"])["total"] == 8_030_261_248
 
 
 def test_cache_bytes():
     bf16 = dataclasses.replace(TINY, compute_dtype=torch.bfloat16)
-    assert model.cache_bytes_per_token(bf16) == 2 * 2 * 2 * 8 * 2
+    assert cache_bytes_per_token(bf16) == 2 * 2 * 2 * 8 * 2

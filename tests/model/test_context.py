@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from fmegatron import data, model, nn, optim, step, tree
+from fmegatron import data, model, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.model.array_specs import init
+from fmegatron.nn.context_parallel import zigzag
 from fmegatron.testing import assert_parity, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.model.test_sharded import batch_layouts, make_step, raw_layouts, small
@@ -33,11 +35,11 @@ def batch_of(config, kind, n=1):
         starts = torch.where(documents == 0, 0, torch.tensor([[5], [8], [16], [3]]))
         packed = {"positions": torch.arange(16) - starts, "documents": documents}
         batch |= packed if kind == "packed" else {"positions": torch.arange(16).repeat(4, 1)}
-    return {name: x[:, nn.zigzag(16, n)].contiguous() for name, x in batch.items()} if n > 1 else batch
+    return {name: x[:, zigzag(16, n)].contiguous() for name, x in batch.items()} if n > 1 else batch
 
 
 def check(config, mesh, batch, save=None):
-    params = leaves_that_differ(model.init(config, Mesh(), key=3))
+    params = leaves_that_differ(init(config, Mesh(), key=3))
     return assert_parity(
         make_step(config, save), mesh, params, batch,
         layouts=(model.layouts(config, mesh), batch_layouts(batch, mesh)), out_layouts=raw_layouts(config, mesh),

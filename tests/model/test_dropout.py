@@ -9,9 +9,15 @@ import torch
 from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.model.arrays import At
+from fmegatron.model.array_specs import init
+from fmegatron.model.arrays import TokenContext
 from fmegatron.model.draws import draws_of, dropped
-from fmegatron.testing import assert_parity, relative_error, simulate
+from fmegatron.model.families.gpt2 import gpt2 as gpt2_of_model
+from fmegatron.model.families.registry import family_of
+from fmegatron.model.json_form import described, description
+from fmegatron.nn.context_parallel import zigzag as zigzag_of_nn
+from fmegatron.testing import assert_parity, simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.model.test_reference import leaves_that_differ
 from tests.pairs import few
 from tests.step.proven import proven_and_equal
@@ -39,9 +45,7 @@ def with_dropout(of, context=None, **changes):
 
 def gpt2(**changes):
     sizes = {"vocab_size": VOCAB, "dim": 16, "layers": 2, "heads": 4, "max_seq": SEQ, "vocab_multiple": 2}
-    return model.families.gpt2(
-        **{**sizes, "dropout": 0.2, "embed_dropout": 0.1, "precision": Precision.fp64(), **changes}
-    )
+    return gpt2_of_model(**{**sizes, "dropout": 0.2, "embed_dropout": 0.1, "precision": Precision.fp64(), **changes})
 
 
 def mixture(context=None, sequence_parallel=False, ep=("ep",)):
@@ -79,7 +83,7 @@ def train_step(mesh, of, n=1, save=None, key=3):
     def loss(params, batch, samples):
         return model.loss(params, batch, of, axes, save, samples=samples, key=key)
 
-    return step.build_train_step(loss, OPTIMIZER, layouts, axes, strategy=HSDP, microbatches=n, numbered=True)
+    return step.build_train_step(loss, OPTIMIZER, layouts, axes, strategy=HSDP, microbatches=n, with_sample_ids=True)
 
 
 def specs_of(mesh, of):
@@ -100,7 +104,7 @@ def batch_of(packed, zigzag=1, i=0):
         batch |= {"documents": second.long(), "positions": torch.where(second, at - begins, at)}
     elif zigzag > 1:
         batch["positions"] = at
-    return {name: x[:, nn.zigzag(SEQ, zigzag)].contiguous() for name, x in batch.items()}
+    return {name: x[:, zigzag_of_nn(SEQ, zigzag)].contiguous() for name, x in batch.items()}
 
 
 @pytest.mark.long
@@ -137,7 +141,7 @@ def test_masks_are_the_same_bit_for_bit(split):
 
         def of_rank(x, at):
             draws = draws_of(at["samples"], at["positions"], at["documents"], key, SEQ, 7)
-            given = At(at["positions"], draws=draws(depth), axes=axes)
+            given = TokenContext(at["positions"], draws=draws(depth), axes=axes)
             return {"x": dropped(x["x"], 0.5, name, given)}, {}
 
         rows = HSDP.batch_layout((ROWS, SEQ), torch.int64, mesh)
@@ -152,7 +156,7 @@ def test_masks_are_the_same_bit_for_bit(split):
     in_order = torch.arange(SEQ)
     wanted = masks(Mesh(), in_order)
     for mesh in MESHES:
-        for order in (in_order, nn.zigzag(SEQ, 4)):
+        for order in (in_order, zigzag_of_nn(SEQ, 4)):
             assert torch.equal(masks(mesh, order), wanted), mesh
     flat = wanted.flatten(0, 1)
     assert 0.4 < flat.bool().double().mean() < 0.6 and len(flat.unique(dim=0)) > 55  # of 64 masks of six elements
@@ -167,7 +171,7 @@ def test_dropout_of_the_softmax_is_the_definition():
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 5, 4, 4, generator=g, dtype=torch.float64) for _ in range(3))
     positions = torch.arange(5)
-    at = At(positions, draws=draws_of(torch.arange(2), positions, None, 0, SEQ, 2)(1))
+    at = TokenContext(positions, draws=draws_of(torch.arange(2), positions, None, 0, SEQ, 2)(1))
     got = mixer.attend(q, k, v, {}, at)
     assert not torch.equal(got, mixer.attend(q, k, v, {}, at._replace(draws=None)))
     eye = torch.eye(5, dtype=torch.float64)[None, :, None].expand(2, 5, 4, 5)  # values that show the weights
@@ -187,9 +191,11 @@ def test_dropout_of_the_softmax_is_the_definition():
 # ---- nothing is silent -----------------------------------------------------------------------------------------------
 def test_a_gradient_without_samples_is_refused():
     of = gpt2()
-    params, batch = model.init(of, Mesh(), 0), batch_of(False)
+    params, batch = init(of, Mesh(), 0), batch_of(False)
     grad = step.value_and_grad(lambda p, b, of=of: model.loss(p, b, of, Axes(Mesh())), axes=Axes(Mesh()))
-    with pytest.raises(ValueError, match=r"Decoder.embed_dropout: got 0.1 in a loss .*numbered=True.*deterministic"):
+    with pytest.raises(
+        ValueError, match=r"Decoder.embed_dropout: got 0.1 in a loss .*with_sample_ids=True.*deterministic"
+    ):
         grad(params, batch)
     quiet = model.deterministic(of)
     (loss, _), _ = step.value_and_grad(lambda p, b: model.loss(p, b, quiet, Axes(Mesh())))(params, batch)
@@ -211,14 +217,14 @@ def test_dropout_of_the_softmax_is_refused_over_cp():
 def test_config_json():
     """GPT-2's three rates are fields; what is absent is what transformers takes then; others are refused by name."""
     config = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": SEQ}
-    family = model.families.family_of(config)
+    family = family_of(config)
     of = family.decoder({**config, "resid_pdrop": 0.3, "embd_pdrop": 0.0})
     part = of.blocks[0][0]
     assert (part.dropout, of.embed_dropout, part.mixer.dropout) == (0.3, 0.0, 0.1)
     assert family.decoder(config, dropout=0.0).blocks[0][0].dropout == 0.0
-    assert model.described(model.description(of)) == of
+    assert described(description(of)) == of
     with pytest.raises(ValueError, match="config.json: attention_dropout: got 0.1"):
-        model.families.family_of({"model_type": "llama"}).decoder({"model_type": "llama", "attention_dropout": 0.1})
+        family_of({"model_type": "llama"}).decoder({"model_type": "llama", "attention_dropout": 0.1})
 
 
 @pytest.mark.parametrize(("make", "field"), [

@@ -11,7 +11,8 @@ import torch
 from fmegatron import data, model
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.model.harness import _Answers
+from fmegatron.model.array_specs import init
+from fmegatron.model.lm_harness import _Answers
 from tests.model.test_reference import leaves_that_differ, tiny
 
 DECODER = tiny(vocab_size=256, max_seq=24)
@@ -22,7 +23,7 @@ WHY = "the extra `eval` is not installed; `make test-all` installs it"
 
 @pytest.fixture(scope="module")
 def reader():
-    params = leaves_that_differ(model.init(DECODER, Mesh(), key=5))
+    params = leaves_that_differ(init(DECODER, Mesh(), key=5))
     return model.inference(params, DECODER, Axes(Mesh()))
 
 

@@ -10,8 +10,12 @@ import torch.nn.functional as F
 from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision, psum
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step.check import check_call
-from fmegatron.testing import relative_error, simulate
+from fmegatron.model.array_specs import init
+from fmegatron.model.mtp import ahead
+from fmegatron.model.rope import Rope
+from fmegatron.step.checker.entrypoints import check_call
+from fmegatron.testing import simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.definition import loss_of, mean_of
 from tests.fresh_state import fresh_state
 from tests.pairs import few
@@ -23,7 +27,7 @@ SIZES = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24, "max_
 llama = functools.partial(model.llama, V, **SIZES, precision=Precision.fp64())
 ROUTER = nn.Router(4, 2, normalised=True)
 NORM = model.RMSNorm()
-ATTENTION = model.Part("attention", model.Attention(4, 2, 4, model.Rope(4)), NORM)
+ATTENTION = model.Part("attention", model.Attention(4, 2, 4, Rope(4)), NORM)
 BLOCK = (ATTENTION, model.Part("mlp", model.MLP(24), NORM))
 SPARSE = (ATTENTION, model.Part("mlp", model.MoE(ROUTER, 8, z_loss=0.05), NORM))
 further = functools.partial(model.Decoder, V, 16, max_seq=S, norm=NORM, vocab_multiple=8, precision=Precision.fp64())
@@ -97,7 +101,7 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
         batch["labels"] = torch.where(real, batch["labels"], -100)
     if kind == "ahead":
         batch["mask"] = torch.rand(B, S, generator=g, dtype=F64) * some
-        batch = dict(model.ahead(batch, 2))
+        batch = dict(ahead(batch, 2))
     if kind == "pairs":
         sides = [f"{side}{what}" for side in ("chosen", "rejected") for what in ("", "_labels")]
         batch = {name: torch.randint(0, V, (B, S), generator=g) for name in sides}
@@ -119,7 +123,7 @@ def given(name: str) -> dict[str, torch.Tensor]:
 def wanted(name: str):
     """(loss, {name: mean}, parameters, gradients) on one rank by plain autograd."""
     case, axes = CASES[name], Axes(Mesh())
-    params, g = model.init(case.decoder, Mesh(), 0), torch.Generator().manual_seed(7)
+    params, g = init(case.decoder, Mesh(), 0), torch.Generator().manual_seed(7)
     params = tree.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=g, dtype=x.dtype), params)
     leaves = tree.map(lambda x: x.clone().requires_grad_(), params)
     parts, metrics = (case.loss or model.loss)(leaves, given(name), case.decoder, axes)
@@ -173,12 +177,12 @@ def test_padding_is_not_what_is_not_learned_from():
     """Router losses count the tokens that are no padding, whatever the mask; the loss counts what is learned from."""
     of, axes = moe(sequence_balance=0.1, z_loss=0.05), Axes(Mesh())
     batch = given("experts: z, balance of sequences, padding")
-    parts, _ = model.loss(model.init(of, Mesh(), 0), batch, of, axes)
+    parts, _ = model.loss(init(of, Mesh(), 0), batch, of, axes)
     shown, real = step.means(parts, axes), batch["documents"] >= 0
     assert shown["router_z/count"] == shown["sequence_balance/count"] == real.sum()
     assert shown["lm/count"] == (batch["mask"] * real).sum()
     stated = {k: x for k, x in batch.items() if k != "documents"} | {"padding": ~real, "documents": real * 0}
-    other, _ = model.loss(model.init(of, Mesh(), 0), stated, of, axes)
+    other, _ = model.loss(init(of, Mesh(), 0), stated, of, axes)
     assert step.means(other, axes)["router_z/count"] == real.sum()
 
 
@@ -200,4 +204,4 @@ def test_a_statistic_called_loss_is_refused():
 
     of = model.Decoder(V, 16, ((model.Part("old", Old(), NORM),),), S, NORM, precision=Precision.fp64())
     with pytest.raises(ValueError, match=r"Old of the part 'old': got a statistic 'loss', .* a method losses"):
-        model.loss(model.init(of, Mesh(), 0), batch_of("plain"), of, Axes(Mesh()))
+        model.loss(init(of, Mesh(), 0), batch_of("plain"), of, Axes(Mesh()))

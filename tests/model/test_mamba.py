@@ -5,10 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from fmegatron import model, nn
+from fmegatron import model
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import Mesh
-from fmegatron.model import families
+from fmegatron.model.array_specs import init
+from fmegatron.model.counts import parameters
+from fmegatron.model.families.bamba import bamba
+from fmegatron.model.forward import hidden
+from fmegatron.model.rope import Rope
+from fmegatron.nn.state_space import from_before
 from tests.model.families.test_families_sharded import assert_proven
 from tests.model.test_reference import make_batch
 from tests.model.test_sharded import check
@@ -18,9 +23,9 @@ from tests.pairs import few, mixed
 def hybrid(groups=1, layers=2, **changes):
     """A layer with a state, then one with attention; chunks that do not divide the sequence of 12."""
     mamba = model.Mamba(8, 4, 6, groups, conv=3, chunk=5, conv_bias=groups == 1, dt_range=(0.01, 0.9))
-    attention = model.Attention(8, 4, 4, model.Rope(2))
+    attention = model.Attention(8, 4, 4, Rope(2))
     given = {"precision": Precision.fp64(), **changes}
-    return families.bamba(90, 32, layers, 16, mamba, attention, model.MLP(24), (1,), **given)
+    return bamba(90, 32, layers, 16, mamba, attention, model.MLP(24), (1,), **given)
 
 
 MESHES = [Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(tp=4), Mesh(dp=2, fsdp=2)]
@@ -52,9 +57,9 @@ def packed(config, batch_size=4):
 
 def test_documents_do_not_see_each_other():
     of, mesh = hybrid(4), Mesh()
-    params, axes = model.init(of, mesh, 0), Axes(mesh)
+    params, axes = init(of, mesh, 0), Axes(mesh)
     batch = packed(of)
-    got = model.read_out(*model.hidden(params, batch, of, axes)[:3], of)
+    got = model.read_out(*hidden(params, batch, of, axes)[:3], of)
     for row, cut in enumerate((5, 8, 12, 1)):
         parts = [part for part in batch["tokens"][row : row + 1].split((cut, 12 - cut), 1) if part.numel()]
         alone = torch.cat([model.logits(params, part, of, axes) for part in parts], 1)
@@ -63,7 +68,7 @@ def test_documents_do_not_see_each_other():
 
 def test_generation_equals_the_growing_prompt():
     of, mesh = hybrid(4), Mesh()
-    params, axes = model.init(of, mesh, 5), Axes(mesh)
+    params, axes = init(of, mesh, 5), Axes(mesh)
     prompts, texts = [torch.tensor([[7]]), torch.tensor([[7, 3, 80, 11, 4, 9]])], []  # shorter than the convolution
     writers = [model.inference(params, of, axes, chunk=chunk) for chunk in (1, 4, 64)]
     for prompt in prompts:
@@ -108,12 +113,12 @@ def test_a_split_sequence_is_proven(mesh, groups, documents):
 
 def test_ranks_with_fewer_tokens_than_the_convolution_reaches():
     with pytest.raises(ValueError, match=r"from_before: got 1 tokens on each rank of cp=4, wanted 2 or more"):
-        nn.from_before(torch.ones(2, 1, 3), Axes(Mesh(cp=4))["cp"], 2)
+        from_before(torch.ones(2, 1, 3), Axes(Mesh(cp=4))["cp"], 2)
 
 
 def test_another_order_of_the_sequence_is_refused():
     attention = dataclasses.replace(hybrid().blocks[1][0].mixer, context="balanced")
-    of = families.bamba(90, 32, 2, 16, hybrid().blocks[0][0].mixer, attention, model.MLP(24), (1,))
+    of = bamba(90, 32, 2, 16, hybrid().blocks[0][0].mixer, attention, model.MLP(24), (1,))
     with pytest.raises(
         ValueError, match=r"Decoder.blocks: got .* order of nn.zigzag .* in order; choose context='ring'"
     ):
@@ -132,4 +137,4 @@ def test_work_of_a_token():
     """Counted by hand: a chunk of 5 of 12 tokens, 3 keys on average; the state is written and read once."""
     mamba = hybrid(4).blocks[0][0].mixer
     assert mamba.products(12, True) == 2 * 3 * (4 * 6 + 32) + 4 * 32 * 6
-    assert model.parameters(hybrid(4))["mamba"] == 32 * (64 + 8 + 48) + 3 * 80 + 3 * 8 + 32 + 32 * 32
+    assert parameters(hybrid(4))["mamba"] == 32 * (64 + 8 + 48) + 3 * 80 + 3 * 8 + 32 + 32 * 32

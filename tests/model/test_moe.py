@@ -6,7 +6,10 @@ import torch
 from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import raw_gradient_layout, value_and_grad
+from fmegatron.model.array_specs import init
+from fmegatron.model.counts import flops_per_token, parameters
+from fmegatron.step import value_and_grad
+from fmegatron.step.reduce import raw_gradient_layout
 from fmegatron.testing import assert_parity, simulate
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.pairs import few
@@ -44,7 +47,7 @@ def test_loss_and_each_gradient(name):
 
         return gradients
 
-    params, batch = leaves_that_differ(model.init(of, Mesh(), key=3)), make_batch(of, batch_size=4)
+    params, batch = leaves_that_differ(init(of, Mesh(), key=3)), make_batch(of, batch_size=4)
     data, layouts = Axes(mesh, data=DATA).data, model.layouts(of, mesh)
     raw = tree.map(lambda layout: raw_gradient_layout(layout, data), layouts)
     result = assert_parity(
@@ -78,7 +81,7 @@ def test_too_few_rows_are_counted_and_no_loss_is_reported():
     layouts, axes = model.layouts(of, mesh), Axes(mesh, data=DATA)
     batch = make_batch(of, batch_size=2)
     sim = simulate(
-        lambda p, b: (p, whole(model.loss(p, b, of, axes), axes)), mesh, model.init(of, Mesh(), 0), batch,
+        lambda p, b: (p, whole(model.loss(p, b, of, axes), axes)), mesh, init(of, Mesh(), 0), batch,
         layouts=(layouts, {k: Layout(x.shape, x.dtype, mesh, ("ep",)) for k, x in batch.items()}),
         out_layouts=(layouts, None),
     )  # fmt: skip
@@ -87,11 +90,11 @@ def test_too_few_rows_are_counted_and_no_loss_is_reported():
 
 def test_counts():
     of = tiny(mlp=model.MoE(nn.Router(8, 2), 24, model.MLP(16)))
-    counts = model.parameters(of)
-    assert counts["total"] == sum(x.numel() for x in tree.leaves(model.init(of, Mesh(), 0)))
+    counts = parameters(of)
+    assert counts["total"] == sum(x.numel() for x in tree.leaves(init(of, Mesh(), 0)))
     assert counts["mlp"] == 2 * (32 * 8 + 8 * 3 * 32 * 24 + 3 * 32 * 16)
     used = 2 * (32 * 8 + 2 * 3 * 32 * 24 + 3 * 32 * 16 + 32 * 32 * 3)
-    assert model.flops_per_token(of, training=False)["matmul"] == 2 * used
+    assert flops_per_token(of, training=False)["matmul"] == 2 * used
 
 
 @pytest.mark.parametrize(

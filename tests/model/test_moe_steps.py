@@ -57,7 +57,11 @@ CASES = {
 def train_step(mesh, strategy, of, save=None, microbatches=1, optimizer=None):
     axes, layouts = Axes(mesh, data=strategy.tokens), model.layouts(of, mesh, strategy=strategy)
     loss = functools.partial(model.loss, decoder=of, axes=axes, save=save)
-    how = {"strategy": strategy, "microbatches": microbatches, "settle": functools.partial(model.settled, decoder=of)}
+    how = {
+        "strategy": strategy,
+        "microbatches": microbatches,
+        "post_update": functools.partial(model.post_update, decoder=of),
+    }
     return step.build_train_step(lambda p, b: loss(p, b), optimizer or optim.adamw(1e-2), layouts, axes, **how)
 
 
@@ -153,9 +157,9 @@ def test_rates_that_cannot_be_meant():
     with pytest.raises(ValueError, match="MoE.bias_rate: got 0.1 with choice_bias=False"):
         decoder(bias_rate=0.1)
     of = decoder(**SHARED)
-    with pytest.raises(ValueError, match="settled: got metrics without 'load'"):
-        model.settled({}, {"loss": 1.0}, of)
+    with pytest.raises(ValueError, match="post_update: got metrics without 'load'"):
+        model.post_update({}, {"loss": 1.0}, of)
     other = dataclasses.replace(of.blocks[1][1].mixer, bias_rate=0.5)
     second = (of.blocks[1][0], dataclasses.replace(of.blocks[1][1], mixer=other))
     with pytest.raises(ValueError, match="MoE.bias_rate: got .* in the blocks of one stack"):
-        model.settled({}, {}, dataclasses.replace(of, blocks=(of.blocks[0], second)))
+        model.post_update({}, {}, dataclasses.replace(of, blocks=(of.blocks[0], second)))

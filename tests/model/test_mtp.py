@@ -10,6 +10,10 @@ from fmegatron import checkpoint, interop, model, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
+from fmegatron.model.counts import flops_per_token, parameters
+from fmegatron.model.forward import block, hidden
+from fmegatron.model.mtp import ahead as ahead_of_model
 from fmegatron.testing import assert_parity
 from tests.definition import loss_of
 from tests.model.families.test_families_sharded import assert_proven
@@ -31,7 +35,7 @@ def further(depths=2, weight=0.3, **changes):
 def plain_losses(params, batch, of):
     """[main, depth 1, depth 2, ...]: sums over rows, documents and depths written out."""
     axes = Axes(ONE)
-    x, w, at, _ = model.hidden(params, batch, of, axes)
+    x, w, at, _ = hidden(params, batch, of, axes)
 
     def norm(x, weight):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + of.norm.eps) * weight
@@ -63,7 +67,7 @@ def plain_losses(params, batch, of):
         ids[:, : length - n + 1] = labels[:, n - 1 :]
         both = torch.cat((norm(table[ids], own["embed_norm"]), norm(h, own["hidden_norm"])), -1)
         angles = of.at(at.positions, at.documents, (of.mtp.block,))[0]
-        y = model.block(both @ own["proj"], own, angles, parts=of.mtp.block)
+        y = block(both @ own["proj"], own, angles, parts=of.mtp.block)
         h = norm(y, own["out_norm"])
         losses.append(mean(h, n))
     return losses
@@ -72,7 +76,7 @@ def plain_losses(params, batch, of):
 @pytest.mark.parametrize("kind", ["plain", "mask", "packed"])
 def test_loss_and_gradients_are_those_of_plain_torch(kind):
     of = further(loss_chunks=3 if kind == "mask" else 1)
-    params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(model.init(of, ONE, key=3)))
+    params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(init(of, ONE, key=3)))
     batch = make_batch(of, mask=kind == "mask")
     if kind == "packed":
         batch["documents"] = (torch.arange(12) >= torch.tensor([[5], [11], [12]])).long()
@@ -90,7 +94,7 @@ def test_loss_and_gradients_are_those_of_plain_torch(kind):
 
 def test_logits_and_generation_do_without():
     of = further()
-    params, layouts, axes = model.init(of, ONE, 3), model.layouts(of, ONE), Axes(ONE)
+    params, layouts, axes = init(of, ONE, 3), model.layouts(of, ONE), Axes(ONE)
     without = dataclasses.replace(of, mtp=None)
     rest, of_rest = ({k: v for k, v in x.items() if k != "mtp"} for x in (params, layouts))
     tokens = make_batch(of)["tokens"]
@@ -98,14 +102,14 @@ def test_logits_and_generation_do_without():
         *(model.logits(p, tokens, d, axes) for p, d, y in ((params, of, layouts), (rest, without, of_rest)))
     )
     assert model.generate(model.inference(params, of, axes), tokens[:, :5], 3).shape == (3, 3)
-    counts = model.parameters(of)
-    assert counts["total"] == counts["mtp"] + model.parameters(without)["total"]
-    assert model.flops_per_token(of, training=False) == model.flops_per_token(without, training=False)
+    counts = parameters(of)
+    assert counts["total"] == counts["mtp"] + parameters(without)["total"]
+    assert flops_per_token(of, training=False) == flops_per_token(without, training=False)
 
 
 def test_ahead_ends_with_rows_documents_and_masks():
     labels, documents = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 0, 1, 1]])
-    found = model.ahead({"labels": labels, "documents": documents, "mask": torch.tensor([[1, 0, 1, 1, 1]])}, 2)
+    found = ahead_of_model({"labels": labels, "documents": documents, "mask": torch.tensor([[1, 0, 1, 1, 1]])}, 2)
     assert found["ahead"][0].T.tolist() == [[2, 3, 4, 5, 0], [3, 4, 5, 0, 0]]
     assert found["ahead_mask"][0].T.tolist() == [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0]]
 
@@ -125,8 +129,8 @@ def test_on_a_mesh(name):
     """Rows have other numbers of tokens that count: the divisor of each depth is the global one."""
     mesh, changes = MESHED[name]
     of = further(layers=1, **changes)
-    params = leaves_that_differ(model.init(of, ONE, key=3))
-    batch = model.ahead(make_batch(of, batch_size=4, mask=True), 2)
+    params = leaves_that_differ(init(of, ONE, key=3))
+    batch = ahead_of_model(make_batch(of, batch_size=4, mask=True), 2)
     assert_parity(
         make_step(of, "inputs"), mesh, params, batch,
         layouts=(model.layouts(of, mesh), batch_layouts(batch, mesh)), out_layouts=raw_layouts(of, mesh),
@@ -145,9 +149,9 @@ def test_what_a_split_sequence_needs():
     with pytest.raises(
         ValueError, match=r"batch: got no 'ahead' on the mesh cp2, .*; give model.ahead\(batch, 2\) of whole"
     ):
-        model.loss(model.init(of, mesh, 0), batch, of, Axes(mesh))
+        model.loss(init(of, mesh, 0), batch, of, Axes(mesh))
     with pytest.raises(ValueError, match=r"batch\['ahead'\]: got shape \(3, 12, 1\), wanted \(3, 12, 2\)"):
-        model.loss(model.init(of, ONE, 0), model.ahead(batch, 1), of, Axes(ONE))
+        model.loss(init(of, ONE, 0), ahead_of_model(batch, 1), of, Axes(ONE))
 
 
 # ---- DeepSeek V3 -----------------------------------------------------------------------------------------------------

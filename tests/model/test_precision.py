@@ -9,8 +9,11 @@ import torch
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Precision, connect
 from fmegatron.layout import Layout, Mesh
+from fmegatron.model.array_specs import init
+from fmegatron.model.weights import gather_weights
 from fmegatron.step import collectives_of, trace, value_and_grad
 from fmegatron.testing import simulate, split
+from fmegatron.tree.structure import map_with_path
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, batch_layouts, check, make_step, raw_layouts, small
 from tests.pairs import few
@@ -39,7 +42,7 @@ def test_weights_gathered_in_fp8_by_compiled_layers():
 
 
 def test_fp8_rounds_to_nearest_and_passes_gradients_straight_through():
-    params, batch = leaves_that_differ(model.init(CONFIG, Mesh(), key=3)), make_batch(CONFIG, batch_size=2)
+    params, batch = leaves_that_differ(init(CONFIG, Mesh(), key=3)), make_batch(CONFIG, batch_size=2)
     grads, loss, _ = make_step(config_of(FP8))(Mesh())(params, batch)
 
     def rounded(path, x):
@@ -49,7 +52,7 @@ def test_fp8_rounds_to_nearest_and_passes_gradients_straight_through():
         scale = x.abs().amax(dims, keepdim=True).float() / 448
         return ((x.float() / scale).to(F8).float() * scale).double()
 
-    quantised = tree.map_with_path(rounded, params)
+    quantised = map_with_path(rounded, params)
     wanted, exact_loss, _ = make_step(CONFIG)(Mesh())(quantised, batch)
     assert torch.equal(loss, exact_loss)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(grads), tree.leaves(wanted), strict=True))
@@ -60,7 +63,7 @@ def test_fp8_rounds_to_nearest_and_passes_gradients_straight_through():
 def wire(precision, mesh):
     """The collectives in loss and gradients of a decoder of one layer."""
     config = config_of(precision, layers=1)
-    params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
+    params = split(init(config, Mesh(), 0), model.layouts(config, mesh))[0]
     batch = make_batch(config, batch_size=4)
     local = split(batch, batch_layouts(batch, mesh))[0]
     return collectives_of(trace(make_step(config)(mesh), (params, local)).graph_module.graph, mesh)
@@ -89,7 +92,7 @@ def gradients(precision, mesh, dtype=None):
     config = config_of(precision)
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
     f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes), dtype)
-    params = leaves_that_differ(model.init(config, Mesh(), key=3))
+    params = leaves_that_differ(init(config, Mesh(), key=3))
     batch = make_batch(config, batch_size=4)
     given = (layouts, batch_layouts(batch, mesh))
     sim = simulate(
@@ -156,7 +159,7 @@ REAL = ["bf16 wire", "fp8", "sums in bf16"]
 def test_real_ranks(ranks, name):
     """Bit for bit the gradients of simulated ranks."""
     mesh, config = Mesh(fsdp=2), config_of(POLICIES[name])
-    params, batch = leaves_that_differ(model.init(config, Mesh(), key=3)), make_batch(config, batch_size=4)
+    params, batch = leaves_that_differ(init(config, Mesh(), key=3)), make_batch(config, batch_size=4)
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
     f = value_and_grad(lambda params, batch: model.loss(params, batch, config, axes))
     given = (layouts, batch_layouts(batch, mesh))
@@ -194,6 +197,6 @@ def test_a_config_takes_its_dtypes_from_the_policy():
 
 def test_a_value_without_a_scale_cannot_travel_in_8_bits():
     mesh, config = Mesh(fsdp=2), config_of(Precision.fp8_wire())
-    params = model.init(config, mesh, 0)
+    params = init(config, mesh, 0)
     with pytest.raises(ValueError, match="wanted a scale with it .nn.with_scales."):
-        model.gather_weights(params, model.layouts(config, mesh), config, Axes(mesh))
+        gather_weights(params, model.layouts(config, mesh), config, Axes(mesh))

@@ -9,15 +9,17 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.step import jit, value_and_grad
-from fmegatron.testing import relative_error, simulate, split
+from fmegatron.testing import simulate, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.model.test_reference import leaves_that_differ, make_batch
 from tests.model.test_sharded import CONFIG, batch_layouts, make_step, raw_layouts
 from tests.pairs import few, mixed
 
 
 def whole_params(config):
-    return leaves_that_differ(model.init(config, Mesh(), key=3))
+    return leaves_that_differ(init(config, Mesh(), key=3))
 
 
 def gradients_on_rank(rank, mesh, config):

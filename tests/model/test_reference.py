@@ -9,6 +9,7 @@ import torch
 from fmegatron import model, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.step import value_and_grad
 from fmegatron.testing import assert_pure
 from tests.definition import loss_of
@@ -60,7 +61,7 @@ def leaves_that_differ(params, seed=1):
 def test_loss_and_gradients_equal_the_plain_llama(name):
     config = tiny(**VARIANTS[name])
     mesh = Mesh()
-    params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(model.init(config, mesh, key=3)))
+    params = tree.map(lambda x: x.requires_grad_(), leaves_that_differ(init(config, mesh, key=3)))
     batch = make_batch(config, mask="mask" in name)
     parts, _ = model.loss(params, batch, config, Axes(mesh))
     ours, metrics = loss_of(parts), step.means(parts, Axes(mesh))
@@ -83,7 +84,7 @@ def test_loss_and_gradients_equal_the_plain_llama(name):
 
 def test_logits_equal_the_plain_llama():
     mesh = Mesh(dp=1, fsdp=1, tp=1)
-    params = leaves_that_differ(model.init(TINY, mesh, key=3))
+    params = leaves_that_differ(init(TINY, mesh, key=3))
     tokens = make_batch(TINY)["tokens"]
     ours = model.logits(params, tokens, TINY, Axes(mesh))
     torch.testing.assert_close(ours, plain_llama.forward(params, tokens, TINY), rtol=1e-10, atol=1e-13)
@@ -94,7 +95,7 @@ def test_an_empty_mask_gives_zero_and_not_nan(by):
     mesh, batch = Mesh(), make_batch(TINY)
     batch = batch | ({"mask": torch.zeros(3, 12)} if by == "mask" else {"labels": batch["labels"] * 0 - 100})
     of = functools.partial(model.loss, decoder=TINY, axes=Axes(mesh))
-    (value, metrics), grads = value_and_grad(of)(model.init(TINY, mesh, 0), batch)
+    (value, metrics), grads = value_and_grad(of)(init(TINY, mesh, 0), batch)
     assert float(value) == 0 and metrics["lm/count"] == 0 and metrics["lm"].isnan()
     assert not any(g.any() for g in tree.leaves(grads))
 
@@ -104,8 +105,7 @@ def test_labels_below_0_are_a_mask():
     ignored = {"tokens": batch["tokens"], "labels": torch.where(batch["mask"] > 0, batch["labels"], -100)}
     of = functools.partial(model.loss, decoder=TINY, axes=Axes(mesh))
     found = [
-        value_and_grad(of)(model.init(TINY, mesh, 0), b)
-        for b in (batch, ignored, {**batch, "labels": ignored["labels"]})
+        value_and_grad(of)(init(TINY, mesh, 0), b) for b in (batch, ignored, {**batch, "labels": ignored["labels"]})
     ]
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(found[0]), tree.leaves(other), strict=True))
@@ -116,7 +116,7 @@ def test_low_precision_compute_follows_fp32():
     mesh = Mesh()
     wide = dataclasses.replace(TINY, param_dtype=torch.float32, compute_dtype=torch.float32)
     narrow = dataclasses.replace(wide, compute_dtype=torch.bfloat16)
-    params = tree.map(lambda x: x.requires_grad_(), model.init(wide, mesh, 0))
+    params = tree.map(lambda x: x.requires_grad_(), init(wide, mesh, 0))
     batch = make_batch(TINY)
     ours, exact = (loss_of(model.loss(params, batch, of, Axes(mesh))[0]) for of in (narrow, wide))
     assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-2
@@ -127,11 +127,11 @@ def test_loss_changes_none_of_its_arguments():
     mesh = Mesh()
     axes = Axes(mesh)
     f = value_and_grad(lambda params, batch: model.loss(params, batch, TINY, axes))
-    assert_pure(f, model.init(TINY, mesh, 0), make_batch(TINY, mask=True))
+    assert_pure(f, init(TINY, mesh, 0), make_batch(TINY, mask=True))
 
 
 def test_a_sequence_longer_than_the_model_was_made_for():
     mesh = Mesh()
     tokens = torch.zeros(1, 13, dtype=torch.int64)
     with pytest.raises(ValueError, match="got sequences of 13, wanted at most Decoder.max_seq=12"):
-        model.logits(model.init(TINY, mesh, 0), tokens, TINY, Axes(mesh))
+        model.logits(init(TINY, mesh, 0), tokens, TINY, Axes(mesh))

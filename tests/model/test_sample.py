@@ -8,6 +8,7 @@ import torch
 from fmegatron import data, model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.model.sample import ENDED, cache_lengths, extend, new_cache
 from fmegatron.step import jit
 from tests.model.test_reference import TINY, leaves_that_differ, make_batch, tiny
@@ -23,7 +24,7 @@ MODELS = {
 
 def setup(decoder=TINY, **options):
     layouts, axes = model.layouts(decoder, MESH), Axes(MESH)
-    params = leaves_that_differ(model.init(decoder, MESH, key=5))
+    params = leaves_that_differ(init(decoder, MESH, key=5))
     return params, layouts, axes, model.inference(params, decoder, axes, **options)
 
 

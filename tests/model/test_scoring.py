@@ -6,6 +6,7 @@ import torch
 from fmegatron import model
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.model.json_form import described, description
 from tests.model.test_reference import TINY, make_batch, tiny
 from tests.model.test_sample import setup
 
@@ -66,7 +67,7 @@ def test_errors():
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "max_seq": 99}, {"compute_dtype": torch.bfloat16}])
 def test_a_decoder_comes_back_from_its_description(changes):
     decoder = tiny(**changes)
-    assert model.described(model.description(decoder)) == decoder
+    assert described(description(decoder)) == decoder
 
 
 @pytest.mark.parametrize("wrong", [-1, TINY.vocab_size])

@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from fmegatron import model, tree
-from fmegatron.collectives import Axes, collective_of
+from fmegatron.collectives import Axes
+from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import DataParallel, Mesh, Rules
-from fmegatron.step import raw_gradient_layout, trace, value_and_grad
-from fmegatron.testing import assert_parity, inline_layers, split
+from fmegatron.model.array_specs import init
+from fmegatron.model.array_specs import rules as rules_of_model
+from fmegatron.step import trace, value_and_grad
+from fmegatron.step.opaque import inline_layers
+from fmegatron.step.reduce import raw_gradient_layout
+from fmegatron.testing import assert_parity, split
 from tests.model.test_reference import leaves_that_differ, make_batch, tiny
 from tests.pairs import few, mixed
 
@@ -56,7 +61,7 @@ def raw_layouts(config, mesh, rules=None):
 
 
 def check(config, mesh, mask=False, save=None, rules=None):
-    params = leaves_that_differ(model.init(config, Mesh(), key=3))
+    params = leaves_that_differ(init(config, Mesh(), key=3))
     batch = make_batch(config, batch_size=4, mask=mask)
     return assert_parity(
         make_step(config, save, rules), mesh, params, batch,
@@ -93,7 +98,7 @@ def test_with_other_rules():
     rules = [
         (r".*norm", (None, "fsdp")),
         (r"blocks/mlp/w_down", (None, ("tp", "dp"), "fsdp")),
-        *model.rules(CONFIG).table,
+        *rules_of_model(CONFIG).table,
     ]
     rules.insert(0, (r"final_norm", ("fsdp",)))
     rules.insert(0, (r"head/w", (("dp", "fsdp"), "tp")))
@@ -102,7 +107,7 @@ def test_with_other_rules():
 
 def collectives(config, mesh, save=None, inline=True):
     """How often each collective appears, as "op axes" -> number."""
-    params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
+    params = split(init(config, Mesh(), 0), model.layouts(config, mesh))[0]
     batch = make_batch(config, batch_size=4)
     local = split(batch, batch_layouts(batch, mesh))[0]
     graph = trace(make_step(config, save)(mesh), (params, local)).graph_module.graph
@@ -132,7 +137,7 @@ def test_number_of_collectives(layers):
 def test_sequence_that_does_not_divide():
     config = dataclasses.replace(CONFIG, sequence_parallel=True)
     mesh = Mesh(tp=2)
-    params = split(model.init(config, Mesh(), 0), model.layouts(config, mesh))[0]
+    params = split(init(config, Mesh(), 0), model.layouts(config, mesh))[0]
     with pytest.raises(ValueError, match="got sequences of 11, wanted a multiple of tp=2"):
         tokens = torch.zeros(2, 11, dtype=torch.int64)
         model.logits(params, tokens, config, Axes(mesh))
@@ -140,9 +145,9 @@ def test_sequence_that_does_not_divide():
 
 @pytest.mark.parametrize("mesh", [*MESHES[1:], Mesh(fsdp=4, tp=2)], ids=str)
 def test_initial_values_do_not_depend_on_the_mesh(mesh):
-    whole = model.init(CONFIG, Mesh(), key=7)
+    whole = init(CONFIG, Mesh(), key=7)
     shards = split(whole, model.layouts(CONFIG, mesh))
     for rank in range(mesh.size):
-        mine = model.init(CONFIG, mesh, key=7, rank=rank)
+        mine = init(CONFIG, mesh, key=7, rank=rank)
         for path, got, wanted in zip(tree.paths(mine), tree.leaves(mine), tree.leaves(shards[rank]), strict=True):
             assert torch.equal(got, wanted), f"{path} on rank {rank}"

@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from fmegatron import model, nn, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.testing import relative_error, simulate
+from fmegatron.model.array_specs import init
+from fmegatron.model.forward import block
+from fmegatron.testing import simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.pairs import each_value
 
 B, S, V = 4, 8, 48
@@ -39,7 +42,7 @@ def test_they_are_minus_the_log_softmax(name, mesh):
         given = {k: x[:3] for k, x in batch_of_all().items()}
     else:
         given = batch_of_all()
-    of, params = DECODERS[name], model.init(DECODERS[name], Mesh(), 0)
+    of, params = DECODERS[name], init(DECODERS[name], Mesh(), 0)
     logits_BSV = model.logits(params, given["tokens"], of, Axes(Mesh()))[..., :V]
     labels = given["labels"].clamp(min=0)
     wanted = F.cross_entropy(logits_BSV.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
@@ -59,7 +62,7 @@ def test_they_are_minus_the_log_softmax(name, mesh):
 def test_its_gradients_for_any_weights_of_tokens_are_those_of_whole_logits():
     given, weight_BS = batch_of_all(), torch.linspace(-1, 2, B * S, dtype=torch.float64).view(B, S)
     for of in (DECODERS["tied, in chunks, capped"], DECODERS["whole"]):
-        params = model.init(of, Mesh(), 0)
+        params = init(of, Mesh(), 0)
         found = []
         for chunked in (True, False):
             leaves = tree.map(lambda x: x.clone().requires_grad_(), params)
@@ -75,12 +78,12 @@ def test_its_gradients_for_any_weights_of_tokens_are_those_of_whole_logits():
 @pytest.mark.parametrize("name", DECODERS)
 def test_embed_blocks_and_head_by_themselves_are_the_logits(name):
     of, axes, given = DECODERS[name], Axes(Mesh()), batch_of_all()
-    params, layouts = model.init(of, Mesh(), 0), model.layouts(of, Mesh())
+    params, layouts = init(of, Mesh(), 0), model.layouts(of, Mesh())
     weights, at = model.Weights(params, layouts, of, axes), model.contexts(given, of, axes)
     x_BSD = model.embed(given["tokens"], weights["embed"]["embed"], at[0], of)
 
     def twice(x_BSD, w, at, parts):
-        return model.block(x_BSD, w, at, parts=parts)
+        return block(x_BSD, w, at, parts=parts)
 
     functions = [(i, functools.partial(twice, parts=parts)) for i, parts in enumerate(of.blocks)]
     x_BSD, _ = model.blocks(x_BSD, at[1:], weights.layers(functions))
@@ -91,4 +94,4 @@ def test_embed_blocks_and_head_by_themselves_are_the_logits(name):
 def test_a_batch_of_other_shapes_is_refused():
     of, given = DECODERS["whole"], batch_of_all()
     with pytest.raises(ValueError, match=r"batch\['labels'\]: got shape \(4, 7\), wanted that of the tokens, \(4, 8\)"):
-        model.token_losses(model.init(of, Mesh(), 0), given | {"labels": given["labels"][:, 1:]}, of)
+        model.token_losses(init(of, Mesh(), 0), given | {"labels": given["labels"][:, 1:]}, of)

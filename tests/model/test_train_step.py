@@ -10,6 +10,7 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.step import build_train_step, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -29,7 +30,7 @@ def check(config, mesh, clip_norm, save=None, microbatches=1):
 
         return build_train_step(loss_fn, optimizer, layouts, axes, clip_norm=clip_norm, microbatches=microbatches)
 
-    state = fresh_state(leaves_that_differ(model.init(config, Mesh(), key=3)), optimizer)
+    state = fresh_state(leaves_that_differ(init(config, Mesh(), key=3)), optimizer)
     specs = state_specs(model.specs(config, mesh), optimizer)
     batch = make_batch(config, batch_size=8)
     rows = tree.map(lambda x: DataParallel().batch_layout(x.shape, x.dtype, mesh, microbatches), batch)

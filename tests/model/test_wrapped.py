@@ -11,7 +11,12 @@ from fmegatron import model, nn, optim, plan, step, tree
 from fmegatron.collectives import Axes, Precision, enter
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.model import Array, Attention, MoE
+from fmegatron.model.array_specs import init
+from fmegatron.model.counts import cache_bytes_per_token, flops_per_token
+from fmegatron.model.families.registry import family_of
+from fmegatron.model.json_form import described, description
 from fmegatron.model.mixer import Mixer
+from fmegatron.model.rope import Rope
 from tests.house import ROOT
 from tests.model.test_mamba import hybrid
 from tests.model.test_reference import TINY, leaves_that_differ, make_batch, tiny
@@ -117,7 +122,7 @@ def deepseek(**changes):
         "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
     }  # fmt: skip
     config = {"model_type": "deepseek_v3", **sizes}
-    return model.families.family_of(config).decoder(config, precision=Precision.fp64(), vocab_multiple=2, **changes)
+    return family_of(config).decoder(config, precision=Precision.fp64(), vocab_multiple=2, **changes)
 
 
 MODELS = {"llama": tiny, "experts": experts, "latents": deepseek, "states": hybrid}
@@ -130,31 +135,31 @@ def test_a_wrapper_that_changes_nothing_gives_the_same_bits(name):
     of, mesh = MODELS[name](), Mesh()
     same, axes = wrapped(of, lambda mixer: Quiet(Quiet(mixer))), Axes(mesh)
     assert model.layouts(of, mesh) == model.layouts(same, mesh)
-    params, batch, found = leaves_that_differ(model.init(of, mesh, 0)), make_batch(of), []
+    params, batch, found = leaves_that_differ(init(of, mesh, 0)), make_batch(of), []
     for one in (of, same):
         parts, metrics = model.loss(params, batch, one, axes)
         value = step.means(parts, axes)
-        settled, _ = model.settled(params, {**metrics}, one)
+        post_update, _ = model.post_update(params, {**metrics}, one)
         logits = model.logits(params, batch["tokens"], one, axes)
-        found.append((value, settled, logits))
+        found.append((value, post_update, logits))
     assert all(torch.equal(a, b) for a, b in zip(*map(tree.leaves, found), strict=True))
-    assert model.flops_per_token(of) == model.flops_per_token(same)
-    assert model.cache_bytes_per_token(of) == model.cache_bytes_per_token(same) > 0
+    assert flops_per_token(of) == flops_per_token(same)
+    assert cache_bytes_per_token(of) == cache_bytes_per_token(same) > 0
     assert [p.mixer.rope for b in same.blocks for p in b] == [p.mixer.rope for b in of.blocks for p in b]
 
 
 def test_experts_in_a_wrapper_are_balanced():
     of = wrapped(experts(), lambda mixer: Beside(mixer, 4), "mlp")
-    params, mesh = leaves_that_differ(model.init(of, Mesh(), 0)), Mesh()
+    params, mesh = leaves_that_differ(init(of, Mesh(), 0)), Mesh()
     _, metrics = model.loss(params, make_batch(of), of, Axes(mesh))
-    moved, left = model.settled(params, metrics, of)
+    moved, left = model.post_update(params, metrics, of)
     before, after = (x["blocks"]["mlp"] for x in (params, moved))
     assert not torch.equal(before["choice_bias"], after["choice_bias"]) and "load" not in left
     assert set(before) == set(after) and after["own"] is before["own"]
 
 
 def test_rates_inside_of_wrappers_are_found():
-    inner = Attention(4, 4, 4, model.Rope(4), dropout=0.5)
+    inner = Attention(4, 4, 4, Rope(4), dropout=0.5)
     for mixer, names in (
         (Quiet(inner), {"dropout": 0.5}),
         (Noisy(Quiet(inner), 0.25), {"dropout": 0.5, "own.dropout": 0.25}),
@@ -162,7 +167,7 @@ def test_rates_inside_of_wrappers_are_found():
     ):
         assert mixer.rates == names and set(mixer.without_rates().rates.values()) == {0.0}
     of, mesh = wrapped(TINY, lambda _: Quiet(inner), "attention"), Mesh()
-    params = model.init(of, mesh, 0)
+    params = init(of, mesh, 0)
     grad = step.value_and_grad(lambda p, b: model.loss(p, b, of, Axes(mesh)))
     with pytest.raises(ValueError, match=r"Quiet.dropout: got 0.5 in a loss"):
         grad(params, make_batch(of))
@@ -174,13 +179,13 @@ def test_rates_inside_of_wrappers_are_found():
 def test_wrapped_forwards_every_method_of_a_mixer():
     """One that is added to Mixer and not to Wrapped would be the default, in silence."""
     public = [name for name in vars(Mixer) if not name.startswith("_")]
-    assert {"rope", "read", "settle", "widths"} <= set(public)
+    assert {"rope", "read", "post_update", "widths"} <= set(public)
     assert not [name for name in ("__call__", "_require", *public) if name not in vars(model.Wrapped)]
 
 
 def test_a_wrapped_model_is_described_and_made_again():
     of = wrapped(TINY, lambda mixer: Gated(Beside(mixer, 4)))
-    assert model.described(model.description(of), known=(Gated, Beside)) == of
+    assert described(description(of), known=(Gated, Beside)) == of
 
 
 def test_plans_count_what_is_inside_and_say_what_is_not():
@@ -222,7 +227,7 @@ def test_generation_equals_the_growing_prompt(name, how):
     """Ragged prompts too."""
     of, mesh = around(name, how), Mesh()
     axes = Axes(mesh)
-    params = leaves_that_differ(model.init(of, mesh, 5))
+    params = leaves_that_differ(init(of, mesh, 5))
     prompts, texts = make_batch(of)["tokens"][:2, :5], []
     for prompt in (prompts[:1, :2], prompts[1:]):
         text = prompt
@@ -257,8 +262,10 @@ def test_equal_to_one_rank_and_proven(case):
     def make(mesh):
         layouts, axes = model.layouts(of, mesh, strategy=ZERO3), Axes(mesh, data=ZERO3.tokens)
         loss = functools.partial(model.loss, decoder=of, axes=axes, save="mincut")
-        settle = functools.partial(model.settled, decoder=of)
-        return step.build_train_step(lambda p, b: loss(p, b), optimizer, layouts, axes, strategy=ZERO3, settle=settle)
+        post_update = functools.partial(model.post_update, decoder=of)
+        return step.build_train_step(
+            lambda p, b: loss(p, b), optimizer, layouts, axes, strategy=ZERO3, post_update=post_update
+        )
 
     def specs_on(mesh):
         return step.state_specs(model.specs(of, mesh, strategy=ZERO3), optimizer, ZERO3)
@@ -277,7 +284,7 @@ def test_the_example_of_the_docs():
     names: dict = {}
     exec(compile(code, "docs/families.md", "exec"), names)
     of, mesh = names["adapted"](tiny(mlp=names["Gate"]()), 4), Mesh()
-    params = model.init(of, mesh, 0)
+    params = init(of, mesh, 0)
     tokens = make_batch(of)["tokens"][:, :4]
     plain = tiny(mlp=names["Gate"]())
     base = model.logits(without_own(params), tokens, plain, Axes(mesh))

@@ -9,6 +9,7 @@ from fmegatron import model, nn
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.model import MLP, MTP, Array, Attention, Decoder, MoE, Part
+from fmegatron.model.array_specs import init
 
 ROUTER = nn.Router(4, 2)
 
@@ -67,6 +68,6 @@ def test_what_cannot_be_meant_is_named(case):
 
 def test_a_mixer_whose_result_would_be_broadcast_is_named():
     of, mesh = decoder(Part("own", Mean())), Mesh()
-    params = model.init(of, mesh, 0)
+    params = init(of, mesh, 0)
     with pytest.raises(ValueError, match=r"Mean of the part 'own': got \(2, 8, 1\) .* \(2, 8, 16\)"):
         model.logits(params, torch.zeros(2, 8, dtype=torch.int64), of, Axes(mesh))

@@ -9,6 +9,8 @@ from fmegatron import model
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
 from fmegatron.model import Array, Attention, Part
+from fmegatron.model.array_specs import init
+from fmegatron.model.counts import cache_bytes_per_token
 from fmegatron.model.mixer import Mixer
 from tests.model.test_mamba import hybrid
 from tests.model.test_reference import TINY, make_batch, tiny
@@ -119,16 +121,16 @@ class Forgetful(model.Mixer):
 def test_a_rope_without_angles_is_an_error(name):
     of, mesh = wrapped(MODELS[name](), Forgetful, "attention"), Mesh()
     with pytest.raises(ValueError, match=r"\.rope: got a rope and no angles .*model.Wrapped"):
-        model.logits(model.init(of, mesh, 0), make_batch(of)["tokens"], of, Axes(mesh))
+        model.logits(init(of, mesh, 0), make_batch(of)["tokens"], of, Axes(mesh))
 
 
 def test_generation_and_counts_refuse_a_mixer_that_does_not_know():
     of, mesh = wrapped(tiny(attention=Attention(4, 4, 4)), Forgetful, "attention"), Mesh()
-    params = model.init(of, mesh, 0)
+    params = init(of, mesh, 0)
     with pytest.raises(ValueError, match=r"generate: got the mixer Forgetful.*write read and new_cache"):
         model.inference(params, of, Axes(mesh))
     with pytest.raises(ValueError, match="Part 'attention': got a Forgetful without cache_width"):
-        model.cache_bytes_per_token(of)
+        cache_bytes_per_token(of)
     found = quick(of, Mesh(fsdp=2))
     assert "what 'attention' keeps" in found.unknown_memory
     assert "the work of 'attention' besides products with its arrays" in found.unknown

@@ -1,4 +1,4 @@
-"""Wrong versions of steps with experts: one line of `nn/moe.py`, `nn/router.py` or `moe_step.py` changed.
+"""Wrong versions of steps with experts: one line of `nn/moe.py`, `nn/routing.py` or `moe_step.py` changed.
 
 sums: a sum over ranks is missing, doubled or over wrong axes. borders: what is stated of a value, own, sharded,
 partial, or by which axes, is wrong or missing. None of both is proven by the check. The rest has the right type, and
@@ -253,7 +253,7 @@ OF_MOE = (
       "torch.cat([there_ERD[: experts // n]] * n, 1).flatten(0, 1)", "simulate", of=CAPACITY),
 )  # fmt: skip
 
-# ---- nn/router.py ----------------------------------------------------------------------------------------------------
+# ---- nn/routing.py ---------------------------------------------------------------------------------------------------
 OF_ROUTER = (
     M("bias_in_gates", "The bias is part of the gates.", "gates_TK = scores_TE.gather(-1, experts_TK)",
       "gates_TK = choice_TE.gather(-1, experts_TK)", "simulate", of=DP),

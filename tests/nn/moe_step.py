@@ -1,7 +1,7 @@
 """Steps with experts on several meshes: routers, exchange, gated experts, losses, plain SGD.
 
 Letters: B batch, S sequence, D width, F hidden, E experts. The mutants of `moe_mutants.py` are this file, `nn/moe.py`
-or `nn/router.py` with one line changed.
+or `nn/routing.py` with one line changed.
 """
 
 import types
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.nn import Router, grouped_matmul, moe, router
+from fmegatron.nn import Router, grouped_matmul, moe
+from fmegatron.nn import routing as router
 from fmegatron.step import remat, value_and_grad
 
 B, S, D, FF, E = 8, 8, 6, 14, 8

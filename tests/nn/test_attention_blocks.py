@@ -9,7 +9,9 @@ import torch
 from fmegatron import nn
 from fmegatron.nn import attention_blocks
 from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged
-from fmegatron.step import compiled_layer, jit, value_and_grad
+from fmegatron.nn.dense_attention import visible
+from fmegatron.step import jit, value_and_grad
+from fmegatron.step.layer import compiled_layer
 from tests.step import tiny
 
 F64 = torch.float64
@@ -135,12 +137,12 @@ def test_what_is_visible():
     positions = torch.tensor([[0, 1, 2, 0, 1], [4, 0, 3, 1, 2]])
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
     for window, docs in itertools.product((None, 2), (None, documents)):
-        mask = nn.visible(positions, positions, window, docs, docs)
+        mask = visible(positions, positions, window, docs, docs)
         for b, i, j in itertools.product(range(2), range(5), range(5)):
             gap = int(positions[b, i] - positions[b, j])
             wanted = 0 <= gap < (window or 99) and (docs is None or bool(documents[b, i] == documents[b, j]))
             assert bool(mask[b, i, j]) == wanted
-    assert torch.equal(nn.visible(*[positions[1]] * 2, 2)[None], nn.visible(*[positions[1:]] * 2, 2))
+    assert torch.equal(visible(*[positions[1]] * 2, 2)[None], visible(*[positions[1:]] * 2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)

@@ -6,12 +6,16 @@ import functools
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, collective_of, connect
+from fmegatron.collectives import Axes, connect
+from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import Layout, Mesh
-from fmegatron.nn import Causal, attention_blocks
+from fmegatron.nn import attention_blocks
 from fmegatron.nn.context_parallel import ring_attention, ulysses_attention, zigzag
-from fmegatron.step import Overlap, check, compiled_layer, jit, trace
-from fmegatron.testing import Ranks, assert_parity, inline_layers, simulate, split
+from fmegatron.nn.dense_attention import Causal
+from fmegatron.step import Overlap, check, jit, trace
+from fmegatron.step.layer import compiled_layer
+from fmegatron.step.opaque import inline_layers
+from fmegatron.testing import Ranks, assert_parity, simulate, split
 from tests.nn.cp_step import B, G, H, K, S, layouts, make_step, values
 from tests.pairs import few, mixed
 from tests.step import tiny

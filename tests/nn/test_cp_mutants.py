@@ -10,7 +10,8 @@ from fmegatron.layout import Mesh
 from fmegatron.nn import attention_blocks, context_parallel
 from fmegatron.nn.context_parallel import zigzag
 from fmegatron.step import check
-from fmegatron.testing import relative_error, simulate
+from fmegatron.testing import simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.nn import cp_step
 from tests.nn.cp_mutants import MUTANTS
 from tests.pairs import few

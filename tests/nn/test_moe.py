@@ -10,6 +10,8 @@ from fmegatron import nn, optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.nn import Router
+from fmegatron.nn.moe import expert_weights
+from fmegatron.nn.routing import Routing
 from fmegatron.step import build_train_step, check, collectives_of, jit, state_specs, trace
 from fmegatron.testing import Ranks, join, parity, simulate, split
 from fmegatron.tree import ArraySpec, Constant, Normal
@@ -52,7 +54,7 @@ def layer(mesh, top_k, rows=None, capacity=None):
         x, logits, w = (v.detach().requires_grad_() for v in values)
         with torch.enable_grad():
             routing = Router(E, top_k)(logits)
-            w_XD = nn.expert_weights(w, ep, data)
+            w_XD = expert_weights(w, ep, data)
             given = (x, routing, w_XD, scaled, ep, data)
             if capacity is None:
                 y, stats = nn.dropless(*given, axes[()], rows)
@@ -166,7 +168,7 @@ def test_capacity_drops_the_smallest_gates():
 def test_bad_arguments(change, says):
     axes = Axes(Mesh(ep=2, tp=2))
     x, gates, probs = (torch.zeros(2, S, size) for size in (D, 2, change.get("experts", E)))
-    given = (x, nn.Routing(gates, gates.long(), probs), {}, scaled, axes[change.get("ep", "ep")], axes["ep"])
+    given = (x, Routing(gates, gates.long(), probs), {}, scaled, axes[change.get("ep", "ep")], axes["ep"])
     with pytest.raises(ValueError, match=says):
         if "capacity" in change:
             nn.with_capacity(*given, change["capacity"])
@@ -187,7 +189,7 @@ def refusing(mesh, rows):
     def loss_fn(w, batch):
         data, ep = axes[EP], axes["ep"]
         routing = Router(E, 2)(batch @ w["router"])
-        w_XD = nn.expert_weights(w["scale"], ep, data)
+        w_XD = expert_weights(w["scale"], ep, data)
         y, stats = nn.dropless(batch, routing, w_XD, scaled, ep, data, axes[()], rows)
         loss = (y - batch).square().sum() / (B * S)
         return loss, {"loss": psum(loss.detach(), data), "overflow": psum(stats["overflow"], data)}

@@ -6,9 +6,10 @@ import pytest
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
-from fmegatron.nn import moe, router
-from fmegatron.step.check import check_traced
-from fmegatron.testing import relative_error, simulate
+from fmegatron.nn import moe, routing
+from fmegatron.step.checker.entrypoints import check_traced
+from fmegatron.testing import simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.nn import cp_mutants, moe_mutants, moe_step
 from tests.pairs import few
 from tests.step.mutants.mutate import mutated
@@ -16,7 +17,7 @@ from tests.step.mutants.mutate import mutated
 LISTS = (
     (moe_step, moe_mutants.SUMS_OF_STEP + moe_mutants.OF_STEP),
     (moe, moe_mutants.BORDERS + moe_mutants.OF_MOE),
-    (router, moe_mutants.OF_ROUTER),
+    (routing, moe_mutants.OF_ROUTER),
 )
 ALL = [(module, mutant) for module, mutants in LISTS for mutant in mutants]
 
@@ -26,7 +27,7 @@ def right_outputs(of):
     """Of the right step on one rank; where ranks have too few rows, on the mesh."""
     mesh = moe_step.setting_of(of).mesh
     one = mesh if of in moe_step.TOO_FEW else Mesh(**dict.fromkeys(mesh.names, 1))
-    sim = simulated(one, of, moe_step, moe, router)
+    sim = simulated(one, of, moe_step, moe, routing)
     return {path: sim.gather(path) for path in sim.paths}
 
 
@@ -36,7 +37,7 @@ def simulated(mesh, of, step, *modules):
 
 def judge(module, mutant):
     """(who finds it, see `moe_mutants`; the report, or why simulated ranks cannot run it)."""
-    own = [mutated(one, mutant) if one is module else one for one in (moe_step, moe, router)]
+    own = [mutated(one, mutant) if one is module else one for one in (moe_step, moe, routing)]
     mesh = moe_step.setting_of(mutant.of).mesh
     try:
         sim = simulated(mesh, mutant.of, *own)

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import nn
+from fmegatron.nn.dense_attention import soft_cap, visible
+from fmegatron.nn.mlp import ACTIVATIONS
+from fmegatron.nn.rope import Linear, Llama3, Yarn
 
 B, S, H, G, K = 2, 9, 4, 2, 6
 F64 = torch.float64
@@ -59,15 +62,15 @@ def test_attention(name):
 
 def test_masks_are_made_of_data():
     at = torch.arange(S)
-    assert torch.equal(nn.visible(at, at), CAUSAL) and torch.equal(nn.visible(at, at, 3), WINDOW)
+    assert torch.equal(visible(at, at), CAUSAL) and torch.equal(visible(at, at, 3), WINDOW)
     shuffled = torch.randperm(S, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(nn.visible(shuffled, shuffled, 3), WINDOW[shuffled][:, shuffled])
-    assert torch.equal(nn.visible(at, at, None, DOCUMENTS, DOCUMENTS), OPTIONS["documents"][0])
+    assert torch.equal(visible(shuffled, shuffled, 3), WINDOW[shuffled][:, shuffled])
+    assert torch.equal(visible(at, at, None, DOCUMENTS, DOCUMENTS), OPTIONS["documents"][0])
 
 
 def test_soft_cap():
     x = torch.linspace(-9, 9, 50, dtype=F64)
-    assert nn.soft_cap(x, 2.0).abs().max() < 2 and torch.allclose(nn.soft_cap(x, 1e4), x, atol=1e-5)
+    assert soft_cap(x, 2.0).abs().max() < 2 and torch.allclose(soft_cap(x, 1e4), x, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
@@ -83,9 +86,9 @@ def test_a_norm_that_is_stored_around_0():
     torch.testing.assert_close(nn.rms_norm(x, w, offset=1.0), nn.rms_norm(x, w + 1.0), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("activation", nn.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation):
-    assert nn.ACTIVATIONS[activation](torch.tensor(0.0)) == 0 and nn.ACTIVATIONS[activation](torch.tensor(3.0)) > 2.8
+    assert ACTIVATIONS[activation](torch.tensor(0.0)) == 0 and ACTIVATIONS[activation](torch.tensor(3.0)) > 2.8
 
 
 def test_interleaved_pairs_turn_as_neighbours():
@@ -118,9 +121,9 @@ def frequencies(scaling):
 
 def test_scalings_keep_short_waves_and_divide_long_ones():
     plain, _ = frequencies(None)
-    linear, _ = frequencies(nn.Linear(4.0))
+    linear, _ = frequencies(Linear(4.0))
     torch.testing.assert_close(linear, plain / 4)
-    for scaling, factor in ((nn.Llama3(8.0, 1.0, 4.0, 4096), 1.0), (nn.Yarn(8.0, 4096, attention=1.2), 1.2)):
+    for scaling, factor in ((Llama3(8.0, 1.0, 4.0, 4096), 1.0), (Yarn(8.0, 4096, attention=1.2), 1.2)):
         got, size = frequencies(scaling)
         assert torch.allclose(got[:3], plain[:3]) and torch.allclose(got[-3:], plain[-3:] / 8)
         ratio = plain / got

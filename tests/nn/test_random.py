@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, random_words
+from fmegatron.collectives import Axes
+from fmegatron.collectives.random_words import random_words
 from fmegatron.layout import Layout, Mesh
 from fmegatron.nn.random import box_muller
 from fmegatron.step import jit

@@ -9,6 +9,15 @@ from fmegatron import nn
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.nn import Router
+from fmegatron.nn.routing import (
+    balanced_bias,
+    expert_load,
+    jittered,
+    noisy,
+    router_entropy,
+    router_z_loss,
+    sequence_balance_loss,
+)
 from fmegatron.testing import simulate
 
 B, S, E = 4, 6, 16
@@ -70,24 +79,22 @@ def test_the_bias_has_no_gradient_and_bf16_is_widened():
 def test_losses():
     router, x = ROUTERS["DeepSeek V3"], logits()
     routing, none = router(x), Axes(Mesh())[()]
-    load = nn.expert_load(routing.experts, E)
+    load = expert_load(routing.experts, E)
     assert load.tolist() == [int((routing.experts == e).sum()) for e in range(E)]
     share, mean = load / load.sum(), routing.probs.mean((0, 1))
     torch.testing.assert_close(nn.expert_probs(routing.probs), B * S * mean)
     each = [balance_of(routing.probs[b], routing.experts[b]) for b in range(B)]
-    torch.testing.assert_close(
-        nn.sequence_balance_loss(routing.probs, routing.experts, none), S * sum(each[1:], each[0])
-    )
+    torch.testing.assert_close(sequence_balance_loss(routing.probs, routing.experts, none), S * sum(each[1:], each[0]))
     torch.testing.assert_close(balance_of(routing.probs, routing.experts), E * (share * mean).sum())
-    torch.testing.assert_close(nn.router_z_loss(x), x.logsumexp(-1).square().sum())
+    torch.testing.assert_close(router_z_loss(x), x.logsumexp(-1).square().sum())
     even = torch.full((B, S, E), 1 / E, dtype=torch.float64)
-    assert nn.router_entropy(even).item() == pytest.approx(B * S * math.log(E))
-    assert nn.router_entropy(torch.eye(E)) == 0  # 0 ln 0
+    assert router_entropy(even).item() == pytest.approx(B * S * math.log(E))
+    assert router_entropy(torch.eye(E)) == 0  # 0 ln 0
 
 
 def balance_of(probs, experts):
     """Switch's: E sum of shares of the load times mean probabilities."""
-    load = nn.expert_load(experts, E)
+    load = expert_load(experts, E)
     return E * (load / load.sum() * probs.reshape(-1, E).mean(0)).sum()
 
 
@@ -99,10 +106,10 @@ def test_padding_counts_nowhere():
     part = routing._replace(probs=routing.probs[:, : S // 2], experts=routing.experts[:, : S // 2])
     for f, given, of_part in (
         (nn.expert_probs, (routing.probs,), (part.probs,)),
-        (nn.router_entropy, (routing.probs,), (part.probs,)),
-        (nn.router_z_loss, (logits(),), (logits()[:, : S // 2],)),
-        (nn.expert_load, (routing.experts, E, None), (part.experts, E)),
-        (nn.sequence_balance_loss, (routing.probs, routing.experts, none), (part.probs, part.experts, none)),
+        (router_entropy, (routing.probs,), (part.probs,)),
+        (router_z_loss, (logits(),), (logits()[:, : S // 2],)),
+        (expert_load, (routing.experts, E, None), (part.experts, E)),
+        (sequence_balance_loss, (routing.probs, routing.experts, none), (part.probs, part.experts, none)),
     ):
         torch.testing.assert_close(f(*given, real), f(*of_part))
 
@@ -110,12 +117,12 @@ def test_padding_counts_nowhere():
 def test_the_bias_balances():
     """Experts that everybody prefers lose that by the bias alone."""
     router, bias, x = Router(E, 2, "sigmoid"), torch.zeros(E), logits().float() / 4 + torch.linspace(0, 2, E)
-    before = nn.expert_load(router(x, bias).experts, E)
+    before = expert_load(router(x, bias).experts, E)
     for _ in range(300):
-        bias = nn.balanced_bias(bias, nn.expert_load(router(x, bias).experts, E), 0.005)
-    after = nn.expert_load(router(x, bias).experts, E)
+        bias = balanced_bias(bias, expert_load(router(x, bias).experts, E), 0.005)
+    after = expert_load(router(x, bias).experts, E)
     assert before.max() > 4 * before.float().mean() and after.max() <= 2 * after.float().mean()
-    assert torch.equal(nn.balanced_bias(bias, torch.ones(E), 0.1), bias)
+    assert torch.equal(balanced_bias(bias, torch.ones(E), 0.1), bias)
 
 
 MESHES = [Mesh(dp=2), Mesh(ep=4), Mesh(dp=2, cp=2), Mesh(ep=2, tp=2)]
@@ -131,8 +138,8 @@ def test_noise_is_the_same_on_every_mesh(mesh):
 
         def step(x, samples):
             given = {"count": samples, "layout": at}
-            x = nn.jittered(x, 0.1, key=1, **given)
-            x = nn.noisy(x, 0.5, key=2, **given)
+            x = jittered(x, 0.1, key=1, **given)
+            x = noisy(x, 0.5, key=2, **given)
             x = nn.dropout(x, 0.2, key=3, **given)
             routing = Router(E, 3)(x)
             return routing.gates, routing.experts

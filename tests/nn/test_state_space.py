@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from fmegatron import nn
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
+from fmegatron.nn.state_space import causal_conv, gated_rms_norm, ssd_step
+from fmegatron.nn.state_space import segments as segments_of_nn
 from fmegatron.testing import assert_parity
 
 ONE = Axes(Mesh())["tp"]
@@ -57,7 +59,7 @@ def assert_equal(got, want, leaves):
 def test_the_scan_is_the_recurrence(groups, chunk, packed):
     given, state = inputs(groups), draw(B, H, P, N).requires_grad_()
     documents = DOCUMENTS if packed else None
-    segments = nn.segments(DOCUMENTS) if packed else None
+    segments = segments_of_nn(DOCUMENTS) if packed else None
     got = scan(given, chunk, segments_BS=segments, state_BHPN=state)
     assert_equal(got, recurrence(*given, documents, state), [*given, state])
 
@@ -69,7 +71,7 @@ def test_one_token_after_the_other():
         x, dt, a, b, c = given
         _, state = scan([t if t is a else t[:, :6] for t in given], 4)
         for t in range(6, S):
-            y, state = nn.ssd_step(x[:, t], dt[:, t], a, b[:, t], c[:, t], state)
+            y, state = ssd_step(x[:, t], dt[:, t], a, b[:, t], c[:, t], state)
             torch.testing.assert_close(y, want[:, t], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(state, last, rtol=1e-11, atol=1e-11)
 
@@ -86,23 +88,23 @@ def test_long_steps_do_not_overflow():
 def test_the_convolution_is_torchs(bias):
     x, w, b = draw(B, S, 6).requires_grad_(), draw(4, 6).requires_grad_(), draw(6).requires_grad_()
     want = F.conv1d(x.mT, w.t()[:, None], b if bias else None, padding=3, groups=6)[..., :S].mT
-    assert_equal((nn.causal_conv(x, w, b if bias else None),), (want,), [x, w, b][: 2 + bias])
-    late = nn.causal_conv(x[:, 7:], w, b if bias else None, before_BWC=x[:, 4:7])
+    assert_equal((causal_conv(x, w, b if bias else None),), (want,), [x, w, b][: 2 + bias])
+    late = causal_conv(x[:, 7:], w, b if bias else None, before_BWC=x[:, 4:7])
     torch.testing.assert_close(late, want[:, 7:])
 
 
 def test_documents_have_a_convolution_each():
     x, w = draw(B, S, 6), draw(4, 6)
-    got = nn.causal_conv(x, w, segments_BS=nn.segments(DOCUMENTS))
+    got = causal_conv(x, w, segments_BS=segments_of_nn(DOCUMENTS))
     for lo, hi in ((0, 3), (3, 5), (5, 9), (9, 13)):
-        torch.testing.assert_close(got[:1, lo:hi], nn.causal_conv(x[:1, lo:hi], w))
-    torch.testing.assert_close(got[1:], nn.causal_conv(x[1:], w))
+        torch.testing.assert_close(got[:1, lo:hi], causal_conv(x[:1, lo:hi], w))
+    torch.testing.assert_close(got[1:], causal_conv(x[1:], w))
 
 
 def test_segments_go_on_behind_a_part_of_a_row():
     parts = DOCUMENTS[:, :5], DOCUMENTS[:, 5:]
-    assert nn.segments(parts[1], parts[0][:, -1]).tolist() == [[1, 1, 1, 1, 2, 2, 2, 2], [0] * 8]
-    assert nn.segments(DOCUMENTS)[0].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert segments_of_nn(parts[1], parts[0][:, -1]).tolist() == [[1, 1, 1, 1, 2, 2, 2, 2], [0] * 8]
+    assert segments_of_nn(DOCUMENTS)[0].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -116,7 +118,7 @@ def test_the_gated_norm_on_a_mesh(groups):
 
         def step(x, gate, w, weights):
             leaves = [t.detach().requires_grad_() for t in (x, gate, w)]
-            y = nn.gated_rms_norm(*leaves, groups, tp)
+            y = gated_rms_norm(*leaves, groups, tp)
             return y, *torch.autograd.grad((y * weights).sum(), leaves)
 
         return step
@@ -130,4 +132,4 @@ def test_the_gated_norm_on_a_mesh(groups):
 
 def test_groups_that_tp_cuts():
     with pytest.raises(ValueError, match=r"groups: got 3, wanted 1 or a multiple of tp=2; choose a divisor as tp"):
-        nn.gated_rms_norm(draw(2, 6), draw(2, 6), draw(6), 3, Axes(Mesh(tp=2))["tp"])
+        gated_rms_norm(draw(2, 6), draw(2, 6), draw(6), 3, Axes(Mesh(tp=2))["tp"])

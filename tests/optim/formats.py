@@ -5,7 +5,9 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import contrib
-from fmegatron.optim.contrib import Bfloat16, Float32, NoMaster, Remainder, compressed
+from fmegatron.optim.contrib import compressed
+from fmegatron.optim.contrib.blockwise import float16
+from fmegatron.optim.contrib.formats import Bfloat16, Float32, NoMaster, Remainder
 from fmegatron.tree import ArraySpec, Normal
 
 ALL = {"smallest": 0}  # the leaves of the tests are small
@@ -20,7 +22,7 @@ def blocks(form, moment, **options):
 FORMATS = {
     "bf16": [("adam", Bfloat16()), FP16_LEAF, ("master", Remainder())],
     "bf16-stochastic": [("adam", Bfloat16(stochastic=True)), FP16_LEAF, ("master", NoMaster())],
-    "fp16": [blocks(contrib.float16, "m"), blocks(contrib.float16, "v", root=True)],
+    "fp16": [blocks(float16, "m"), blocks(float16, "v", root=True)],
     "fp8": [
         blocks(contrib.float8, "m"),
         blocks(contrib.float8, "v", dtype=torch.float8_e5m2, root=True),

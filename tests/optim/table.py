@@ -9,6 +9,9 @@ from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import Group, Optimizer, contrib
 from fmegatron.optim.contrib import compressed
+from fmegatron.optim.contrib.formats import Bfloat16
+from fmegatron.optim.guard import Spike
+from fmegatron.optim.sign_descent import scale_by_lion
 from fmegatron.optim.transform import chain, masked
 from fmegatron.tree import ArraySpec, Normal
 from tests.optim.formats import FORMATS, adamw_in, blocks
@@ -41,12 +44,12 @@ RULES = [
 
 
 def _grouped(rules=tuple(RULES)) -> Optimizer:
-    both = {"adam": optim.scale_by_adam(), "lion": optim.scale_by_lion()}
+    both = {"adam": optim.scale_by_adam(), "lion": scale_by_lion()}
     return optim.grouped(optim.wsd(2e-2, 50, 10), rules, choose=lambda path: "adam", **both)
 
 
 def _guarded() -> Optimizer:
-    options = {"clip_norm": 1.0, "spike": optim.Spike(warmup=3), "loss_scale": optim.LossScale(growth_interval=4)}
+    options = {"clip_norm": 1.0, "spike": Spike(warmup=3), "loss_scale": optim.LossScale(growth_interval=4)}
     return optim.skip_nonfinite(optim.adamw(1e-2), **options)
 
 
@@ -115,9 +118,9 @@ COMPRESSED = {
 COMPRESSED |= {
     "sgd-int8": _row(TABLE["sgd-momentum"].make, blocks(contrib.int8, "momentum"), _state("momentum")),
     "lion-fp8": _row(TABLE["lion"].make, blocks(contrib.float8, "lion"), _state("lion")),
-    "adafactor-bf16": _row(TABLE["adafactor"].make, ("factored", contrib.Bfloat16()), TABLE["adafactor"].state),
-    "soap-bf16": _row(TABLE["soap"].make, ("soap/(m|v)", contrib.Bfloat16()), TABLE["soap"].state),
-    "muon-bf16": _row(muon, ("muon", contrib.Bfloat16()), {"count", "muon/w"}),
+    "adafactor-bf16": _row(TABLE["adafactor"].make, ("factored", Bfloat16()), TABLE["adafactor"].state),
+    "soap-bf16": _row(TABLE["soap"].make, ("soap/(m|v)", Bfloat16()), TABLE["soap"].state),
+    "muon-bf16": _row(muon, ("muon", Bfloat16()), {"count", "muon/w"}),
 }
 EVERY = TABLE | COMPRESSED
 DTYPES = {

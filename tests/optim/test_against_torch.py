@@ -5,7 +5,9 @@ import torch
 
 from fmegatron import tree
 from fmegatron.optim import adamw, clip, cosine, global_norm, sgd
-from fmegatron.tree import ArraySpec, neither_norm_nor_bias
+from fmegatron.tree import ArraySpec
+from fmegatron.tree.arithmetic import cast
+from fmegatron.tree.structure import neither_norm_nor_bias
 
 
 def random_tree(seed, dtype=torch.float64):
@@ -84,14 +86,14 @@ def test_sgd(momentum, nesterov, weight_decay):
 def test_low_precision_parameters_are_the_rounded_float32_run(make, dtype):
     """With the same gradients the master copy is bitwise the float32 parameters: no update is lost."""
     opt = make(1e-5)  # below half a unit in the last place of bf16 for most elements
-    start = tree.cast(random_tree(0), dtype)
-    low, wide = start, tree.cast(start, torch.float32)
+    start = cast(random_tree(0), dtype)
+    low, wide = start, cast(start, torch.float32)
     low_state, wide_state = opt.init(low), opt.init(wide)
     assert "master" in low_state and "master" not in wide_state
     for step in range(20):
-        grads = tree.cast(grads_at(step), dtype)
+        grads = cast(grads_at(step), dtype)
         low, low_state = opt.update(grads, low_state, low)
-        wide, wide_state = opt.update(tree.cast(grads, torch.float32), wide_state, wide)
+        wide, wide_state = opt.update(cast(grads, torch.float32), wide_state, wide)
         for x, master, y in zip(*map(tree.leaves, (low, low_state["master"], wide)), strict=True):
             assert torch.equal(master, y) and torch.equal(x, y.to(dtype))
 

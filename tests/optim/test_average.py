@@ -5,6 +5,7 @@ import torch
 
 from fmegatron import optim, step, tree
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.optim.average import average_of
 from fmegatron.testing import assert_parity
 from tests.optim.table import assert_same, grads_of, make_params, make_specs, run
 
@@ -20,15 +21,15 @@ def test_formula():
         own, state_of_plain = plain.update(grads_of(own, i), state_of_plain, own)
         average = tree.map(lambda a, p: 0.8 * a + (1 - 0.8) * p, average, own)
     assert_same(params, own)
-    assert_same(optim.average_of(state), average)
+    assert_same(average_of(state), average)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_begins_as_the_parameters(dtype):
     specs = make_specs([dtype] * 4)
     state = tree.init(step.state_specs(specs, optim.averaged(optim.adamw(1e-3), 0.9)), key=3, rank=0)
-    assert_same(tree.map(lambda a: a.to(dtype), optim.average_of(state.opt)), state.params)
-    assert {a.dtype for a in tree.leaves(optim.average_of(state.opt))} == {torch.float32}
+    assert_same(tree.map(lambda a: a.to(dtype), average_of(state.opt)), state.params)
+    assert {a.dtype for a in tree.leaves(average_of(state.opt))} == {torch.float32}
 
 
 def test_frozen_parameters_have_none_and_wrappers_are_looked_through():
@@ -36,7 +37,7 @@ def test_frozen_parameters_have_none_and_wrappers_are_looked_through():
     opt = optim.skip_nonfinite(optim.averaged(optim.grouped(1e-2, rules, adam=optim.scale_by_adam()), 0.5))
     params = make_params(F64)
     new, opt_state = run(opt, params, opt.init(params), range(2))
-    assert not any("embed" in path for path in tree.paths(optim.average_of(opt_state)))
+    assert not any("embed" in path for path in tree.paths(average_of(opt_state)))
     state = step.State(torch.tensor(2), new, opt_state)
     found = step.averaged_params(state)
     assert torch.equal(found["embed"]["table"], params["embed"]["table"])
@@ -64,4 +65,4 @@ def test_errors():
     with pytest.raises(ValueError, match="averaged: decay: got 1.0, wanted 0 <= decay < 1"):
         optim.averaged(optim.adamw(1e-3), 1.0)
     with pytest.raises(ValueError, match=r"average_of: got .* without an average, wanted .*optim.averaged\(optimizer"):
-        optim.average_of(optim.adamw(1e-3).init({"w": torch.ones(2)}))
+        average_of(optim.adamw(1e-3).init({"w": torch.ones(2)}))

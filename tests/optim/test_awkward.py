@@ -9,6 +9,7 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.optim import Group, contrib
 from fmegatron.step import build_train_step, jit, state_specs, trace
 from fmegatron.testing import assert_parity
@@ -127,7 +128,7 @@ def decoder_step(config, opt):
 
 def trained(config, opt, steps=3):
     """(first parameters, last state) of a jitted decoder."""
-    params = model.init(config, ONE, key=0)
+    params = init(config, ONE, key=0)
     compiled, state = jit(decoder_step(config, opt), backend="eager"), fresh_state(params, opt)
     for i in range(steps):
         state, _ = compiled(state, tiny.decoder_batch(config, rows=4, seed=i))
@@ -169,7 +170,7 @@ def test_a_frozen_matrix_of_the_decoder_costs_no_product():
 
     def products(rules):
         opt = optim.grouped(1e-2, rules, adam=optim.scale_by_adam())
-        state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), opt)
+        state = fresh_state(init(tiny.CONFIG, ONE, key=0), opt)
         graph = trace(decoder_step(tiny.CONFIG, opt), (state, tiny.decoder_batch(rows=4))).graph_module.graph
         return sum("mm" in str(node.target) for node in graph.nodes)
 

@@ -6,7 +6,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import clip, clip_by_global_norm, global_norm, optimizer, scale_by_learning_rate
-from fmegatron.optim.clip import clip_scale
+from fmegatron.optim.clipping import clip_scale
 from fmegatron.step import trace
 from fmegatron.testing import simulate
 

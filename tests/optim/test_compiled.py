@@ -10,7 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fmegatron import optim, tree
 from fmegatron.optim import contrib
+from fmegatron.optim.guard import Spike
 from fmegatron.step import jit, trace
+from fmegatron.tree.structure import flatten, unflatten
 from tests.pairs import each_value, few
 
 OPTIMIZERS = {
@@ -23,7 +25,7 @@ OPTIMIZERS = {
     # divides by eps. Inductor sums the trace behind the ridge in another order, which is one unit in the last place of
     # the basis; eps=1e-8 makes 7e-11 of it in the parameters, this one 1e-15.
     "soap": contrib.soap(optim.cosine(1e-2, 100, 10), eps=1e-3, matrices=["blocks"]),
-    "guarded": optim.skip_nonfinite(optim.adamw(1e-2), spike=optim.Spike(), loss_scale=optim.LossScale()),
+    "guarded": optim.skip_nonfinite(optim.adamw(1e-2), spike=Spike(), loss_scale=optim.LossScale()),
 }
 
 
@@ -87,11 +89,11 @@ def test_one_pass_over_the_memory_of_a_leaf(dtype):
     opt = OPTIMIZERS["adamw"]
     params, grads = make_trees(dtype)
     arguments = (grads, opt.init(params), params)
-    leaves, spec = tree.flatten(arguments)[1:]
+    leaves, spec = flatten(arguments)[1:]
 
     def update(*leaves):
-        results = tree.leaves(opt.update(*tree.unflatten(spec, leaves)))
-        for old, new in zip(tree.leaves(tree.unflatten(spec, leaves)[2]), results[: len(params)], strict=True):
+        results = tree.leaves(opt.update(*unflatten(spec, leaves)))
+        for old, new in zip(tree.leaves(unflatten(spec, leaves)[2]), results[: len(params)], strict=True):
             old.copy_(new)
         return results
 

@@ -7,17 +7,18 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, state_specs, value_and_grad
+from fmegatron.tree.arithmetic import dot, squared_norm
 from tests.optim.table import EVERY
 
 X = torch.tensor([3 + 4j, 1 - 2j], dtype=torch.complex128)
 
 
 def test_norms_count_both_parts():
-    assert tree.squared_norm({"x": X}).item() == pytest.approx(30.0, rel=1e-15)
+    assert squared_norm({"x": X}).item() == pytest.approx(30.0, rel=1e-15)
     assert optim.global_norm({"x": X, "y": torch.tensor([2.0])}).item() == pytest.approx(34**0.5, rel=1e-7)
     y = torch.tensor([1j, 2 + 0j], dtype=torch.complex128)
-    assert tree.dot({"x": X}, {"x": y}).item() == pytest.approx((X * y.conj()).sum().real.item(), rel=1e-15)
-    assert tree.squared_norm({"x": X.to(torch.complex64)}).dtype == torch.float32
+    assert dot({"x": X}, {"x": y}).item() == pytest.approx((X * y.conj()).sum().real.item(), rel=1e-15)
+    assert squared_norm({"x": X.to(torch.complex64)}).dtype == torch.float32
 
 
 @pytest.mark.parametrize("row", EVERY.values(), ids=EVERY)

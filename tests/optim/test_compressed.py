@@ -5,7 +5,9 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim.contrib import Bfloat16, Float32, NoMaster, Remainder, compressed, float8, float16, int8
+from fmegatron.optim.contrib import compressed, float8, int8
+from fmegatron.optim.contrib.blockwise import float16
+from fmegatron.optim.contrib.formats import Bfloat16, Float32, NoMaster, Remainder
 from fmegatron.optim.contrib.rounding import join_master
 from fmegatron.tree import ArraySpec
 from tests.optim.table import assert_same, grads_of

@@ -8,7 +8,9 @@ from torch._inductor.utils import run_and_get_code
 
 from fmegatron import optim, tree
 from fmegatron.optim import contrib
-from fmegatron.optim.contrib import Bfloat16, NoMaster, Remainder, compressed
+from fmegatron.optim.contrib import compressed
+from fmegatron.optim.contrib.blockwise import float16
+from fmegatron.optim.contrib.formats import Bfloat16, NoMaster, Remainder
 from fmegatron.step import jit
 from tests.optim.table import assert_same
 from tests.pairs import few
@@ -18,8 +20,8 @@ ALL = ["bf16", "random", "fp16", "fp8", "int8", "linear"]
 RULES = [  # a format for each leaf, so that one compilation tries all
     ("adam/.*/bf16", Bfloat16()),
     ("adam/.*/random", Bfloat16(stochastic=True)),
-    ("m/fp16", contrib.float16(**BLOCK)),
-    ("v/fp16", contrib.float16(root=True, **BLOCK)),
+    ("m/fp16", float16(**BLOCK)),
+    ("v/fp16", float16(root=True, **BLOCK)),
     ("m/fp8", contrib.float8(**BLOCK)),
     ("v/fp8", contrib.float8(torch.float8_e5m2, root=True, **BLOCK)),
     ("m/int8", contrib.int8(**BLOCK)),

@@ -7,16 +7,18 @@ from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.optim import contrib
+from fmegatron.optim.contrib.formats import Bfloat16, NoMaster
 from fmegatron.step import State, build_train_step, check, state_specs
 from fmegatron.testing import Ranks, simulate, split
 from fmegatron.tree import ArraySpec, Normal
+from fmegatron.tree.arithmetic import cast
 from tests.optim.formats import FORMATS, adamw_in, flat_params, flat_specs
 from tests.optim.table import DTYPES, assert_same, grads_of, make_params, make_specs
 from tests.pairs import few, mixed
 
 MESHES = [Mesh(dp=1, fsdp=2, tp=2), Mesh(dp=1, fsdp=2, tp=1), Mesh(dp=2, fsdp=1, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 FLAT_FORMATS = {
-    "stochastic": [("adam", contrib.Bfloat16(stochastic=True)), ("master", contrib.NoMaster())],
+    "stochastic": [("adam", Bfloat16(stochastic=True)), ("master", NoMaster())],
     "int8": [("m", contrib.int8(block=2, smallest=0)), ("v", contrib.int8(block=2, smallest=0, root=True))],
 }
 WHOLE, FLAT = mixed(FORMATS, MESHES), mixed(FLAT_FORMATS, MESHES)
@@ -105,7 +107,7 @@ def trained_under(strategy, rules, steps=2):
     report = check(step, state_at, batch_at)
     assert not report.findings and not report.unproven, str(report)
     whole = {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
-    whole = tree.cast(whole, torch.bfloat16)
+    whole = cast(whole, torch.bfloat16)
     state = State(torch.tensor(0), whole, adamw_in(rules)().init(whole))
     places, sim = tree.layouts(state_at), None
     for i in range(steps):
@@ -119,8 +121,8 @@ def trained_under(strategy, rules, steps=2):
 
 MIXED = [
     ("m", contrib.int8(block=2, smallest=0)),
-    ("v", contrib.Bfloat16(stochastic=True)),
-    ("master", contrib.NoMaster()),
+    ("v", Bfloat16(stochastic=True)),
+    ("master", NoMaster()),
 ]
 
 

@@ -8,6 +8,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import adamw, optimizer, scale_by_adam, sgd
+from fmegatron.optim.clipping import GradNorm
+from fmegatron.tree.arithmetic import working_dtype
+from fmegatron.tree.structure import flatten
 from tests.optim.table import (
     COMPRESSED,
     DTYPES,
@@ -39,7 +42,7 @@ every_case = pytest.mark.parametrize(("opt", "dtypes"), CASES)
 
 def facts(x):
     """Structure, shape and dtype of every leaf."""
-    paths, leaves, spec = tree.flatten(x)
+    paths, leaves, spec = flatten(x)
     return spec, {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in zip(paths, leaves, strict=True)}
 
 
@@ -81,7 +84,7 @@ def test_init_on_specs_is_the_spec_of_init_on_params(name, dtype, mesh):
         if not (sources := [of_param[name] for name in of_param if any(p.endswith("/" + name) for p in names)]):
             assert layout == Layout((), layout.dtype, mesh), path
         elif row.state_like_params:
-            assert layout == sources[0].replace(dtype=tree.working_dtype(sources[0].dtype)), path
+            assert layout == sources[0].replace(dtype=working_dtype(sources[0].dtype)), path
 
 
 @every_case
@@ -131,9 +134,9 @@ def test_an_update_clips_to_the_limit_that_it_is_given(opt):
     params = make_params(DTYPES["fp32"])
     state, grads = opt.init(params), grads_of(params)
     norm = optim.global_norm(grads)
-    given = opt.update(grads, state, params, optim.GradNorm(norm, 0.5))[0]
+    given = opt.update(grads, state, params, GradNorm(norm, 0.5))[0]
     assert_same(given, opt.update(optim.clip(grads, norm, 0.5), state, params)[0])
-    unlimited = opt.update(grads, state, params, optim.GradNorm(norm))
+    unlimited = opt.update(grads, state, params, GradNorm(norm))
     assert_same(unlimited, opt.update(grads, state, params))
 
 

@@ -5,6 +5,9 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
+from fmegatron.model.array_specs import init
+from fmegatron.optim.guard import Spike
+from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step import build_train_step, check, jit, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -17,9 +20,9 @@ ONE = Mesh(dp=1, fsdp=1, tp=1)
 def make_optimizer(share=()):
     """Muon that skips bad steps, with an embedding that learns slower and a frozen norm."""
     rules = [("embed", optim.Group(lr=0.3)), ("final_norm", optim.Group(frozen=True))]
-    parts = optim.fused_parts(model.layouts(tiny.CONFIG, ONE))
+    parts = fused_parts(model.layouts(tiny.CONFIG, ONE))
     opt = optim.muon(optim.cosine(1e-2, 20), parts=parts, share=share, rules=rules)
-    return optim.skip_nonfinite(opt, clip_norm=1.0, spike=optim.Spike(), loss_scale=optim.LossScale())
+    return optim.skip_nonfinite(opt, clip_norm=1.0, spike=Spike(), loss_scale=optim.LossScale())
 
 
 def make_step(mesh, save=None, share=()):
@@ -47,7 +50,7 @@ CASES = [
 @pytest.mark.long
 @pytest.mark.parametrize("mesh, share", few(1, CASES, map(str, CASES)))
 def test_a_mesh_trains_as_one_rank(mesh, share):
-    state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_optimizer())
+    state = fresh_state(init(tiny.CONFIG, ONE, key=0), make_optimizer())
     assert_parity(
         lambda m: make_step(m, share=share), mesh, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
         layouts=layouts_on(mesh), steps=3,
@@ -68,7 +71,7 @@ def trained(rank, mesh, backend):
     """Losses of three donated steps, and what is in the state for metrics, on a real rank."""
     with connect(mesh) as world:
         step = jit(make_step(mesh, share=("dp",)), donate=0, world=world, backend=backend)
-        state = fresh_state(model.init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer())
+        state = fresh_state(init(tiny.CONFIG, mesh, key=0, rank=rank), make_optimizer())
         losses = []
         for i in range(3):
             state, metrics = step(state, tiny.decoder_batch(rows=8, seed=i, mesh=mesh, rank=rank))

@@ -6,7 +6,8 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim import Group, contrib, grouped, scale_by_adam, scale_by_lion
+from fmegatron.optim import Group, contrib, grouped, scale_by_adam
+from fmegatron.optim.sign_descent import scale_by_lion
 from fmegatron.step import State, build_train_step, jit, state_specs, trace
 from fmegatron.tree import ArraySpec, Constant, Normal
 from tests.fresh_state import fresh_state

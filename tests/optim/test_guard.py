@@ -6,9 +6,12 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.optim import GradNorm, LossScale, Spike, skip_nonfinite
+from fmegatron.optim import LossScale, skip_nonfinite
+from fmegatron.optim.clipping import GradNorm, group_norms
+from fmegatron.optim.guard import Spike
 from fmegatron.step import build_train_step, jit, symbolic_nodes, trace
 from fmegatron.testing import assert_parity, simulate
+from fmegatron.tree.structure import flatten, unflatten
 from tests.fresh_state import fresh_state
 from tests.optim.table import DTYPES, ONE, assert_same, grads_of, make_params, make_specs
 
@@ -17,10 +20,10 @@ BAD = [float("nan"), float("inf"), -float("inf")]
 
 def spoiled(grads, value, at=-1):
     """The gradients with one element, of the last leaf or another, that is not finite."""
-    leaves, spec = tree.flatten(grads)[1:]
+    leaves, spec = flatten(grads)[1:]
     leaves = [leaf.clone() for leaf in leaves]
     leaves[at].view(-1)[-1] = value
-    return tree.unflatten(spec, leaves)
+    return unflatten(spec, leaves)
 
 
 @pytest.mark.parametrize("value", BAD)
@@ -223,14 +226,14 @@ def test_norms_by_group_on_a_mesh():
     layouts, grads = tree.layouts(make_specs(DTYPES["fp64"], mesh)), make_params(DTYPES["fp64"])
 
     def step(grads):
-        return {}, optim.group_norms(grads)
+        return {}, group_norms(grads)
 
     norms = simulate(step, mesh, grads, layouts=(layouts,)).metrics
     assert set(norms) == {"embed", "blocks", "scale"}
     for name, norm in norms.items():
         assert norm == pytest.approx(optim.global_norm(grads[name]).item(), rel=1e-14)
-    assert optim.group_norms(grads)["blocks"] == pytest.approx(norms["blocks"], rel=1e-14)
-    whole = sum(norm.square() for norm in optim.group_norms(grads).values()).sqrt()
+    assert group_norms(grads)["blocks"] == pytest.approx(norms["blocks"], rel=1e-14)
+    whole = sum(norm.square() for norm in group_norms(grads).values()).sqrt()
     assert whole == pytest.approx(optim.global_norm(grads).item(), rel=1e-14)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim.matrices import on_whole_matrices
-from fmegatron.optim.muon import orthogonalize
+from fmegatron.optim.orthogonalized import orthogonalize
 from fmegatron.step import collectives_of, trace
 from fmegatron.testing import simulate
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
+from fmegatron.optim.guard import Spike
 from fmegatron.step import State, build_train_step, jit, state_specs, trace
 from tests.fresh_state import fresh_state
 from tests.optim.table import DTYPES, ONE, TABLE, make_params, make_specs
@@ -37,7 +38,7 @@ def cases():
 
 def guarded(make):
     def made():
-        options = {"spike": optim.Spike(warmup=1), "loss_scale": optim.LossScale()}
+        options = {"spike": Spike(warmup=1), "loss_scale": optim.LossScale()}
         return optim.skip_nonfinite(make(), **options)
 
     return made

@@ -10,7 +10,7 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import contrib
-from fmegatron.optim.muon import COEFFICIENTS, orthogonalize
+from fmegatron.optim.orthogonalized import COEFFICIENTS, fused_parts, orthogonalize, scale_by_muon
 
 STEPS = 12
 
@@ -151,7 +151,7 @@ def test_fused_parts_come_from_the_layouts():
         "up": Layout((4, 6), torch.float32, mesh, (None, Split("tp", 2))),
         "wo": Layout((4, 6), torch.float32, mesh, ("tp",)),
     }
-    assert optim.fused_parts(layouts) == [("^a/wqkv", (4, 2, 2)), ("^up", (3, 3))]
+    assert fused_parts(layouts) == [("^a/wqkv", (4, 2, 2)), ("^up", (3, 3))]
 
 
 def test_lion_is_algorithm_2():
@@ -260,7 +260,7 @@ def test_errors_for_people():
     for make, message in [
         (lambda: muon(momentum=1.0), "momentum: got 1.0"),
         (lambda: muon(scale="adam"), "scale: got 'adam', wanted one of original, rms, none"),
-        (lambda: optim.scale_by_muon(steps=0), "steps: got 0"),
+        (lambda: scale_by_muon(steps=0), "steps: got 0"),
         (lambda: muon().init({"w": torch.ones(3)}), r"muon: w: got shape \(3,\)"),
         (lambda: muon().init(some), r"muon: v: got a parameter whose layout is not known, and w, .*tree.place"),
         (lambda: _one_update(muon(parts=[("w", 3)])), r"got parts 3 of a last dim of size 4"),

@@ -1,6 +1,8 @@
 """An optimizer tells by which call it was made, with its chain and hyperparameters."""
 
-from fmegatron import optim, tree
+from fmegatron import optim
+from fmegatron.optim.transform import Transform
+from fmegatron.tree.structure import neither_norm_nor_bias
 
 
 def test_the_usual_ones():
@@ -9,12 +11,12 @@ def test_the_usual_ones():
     assert repr(optim.averaged(optim.adamw(1e-3, b2=0.99), decay=0.5)) == f"averaged(opt={text}, decay=0.5)"
     assert repr(optim.sgd(optim.settable(0.5))).startswith("sgd(learning_rate=Settable(first=0.5)")
     assert "peak=0.5" in repr(optim.lion(optim.cosine(0.5, total=10)))
-    assert "decay=neither_norm_nor_bias" in repr(optim.adamw(1.0, decay=tree.neither_norm_nor_bias))
+    assert "decay=neither_norm_nor_bias" in repr(optim.adamw(1.0, decay=neither_norm_nor_bias))
 
 
 def test_a_chain_of_ones_own():
     opt = optim.optimizer(adam=optim.scale_by_adam(b2=0.999), rate=optim.scale_by_learning_rate(0.1))
     chain = "adam=scale_by_adam(b1=0.9, b2=0.999, eps=1e-08), rate=scale_by_learning_rate(learning_rate=0.1)"
     assert repr(opt) == f"optimizer({chain})"
-    assert repr(optim.Transform(lambda p: {}, lambda g, s, p, c: (g, s))) == f"Transform of {__name__}"
-    assert repr(optim.Optimizer(opt.init, opt.update)) == "Optimizer of fmegatron.optim.optimizer"
+    assert repr(Transform(lambda p: {}, lambda g, s, p, c: (g, s))) == f"Transform of {__name__}"
+    assert repr(optim.Optimizer(opt.init, opt.update)) == "Optimizer of fmegatron.optim.from_transforms"

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fmegatron.collectives import random_words
+from fmegatron.collectives.random_words import random_words
 from fmegatron.optim.contrib.rounding import join_master, split_master, stochastic_bfloat16
 
 QUIET = 0x00400000

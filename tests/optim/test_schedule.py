@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from fmegatron.optim import Schedule, constant, cosine, linear, wsd
+from fmegatron.optim import constant, cosine, linear, wsd
+from fmegatron.optim.schedule import Schedule
 
 
 def warm(count, warmup):

@@ -7,7 +7,9 @@ import pytest
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.optim import contrib
+from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step import build_train_step, check, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -16,7 +18,7 @@ from tests.step import tiny
 from tests.step.strategies import STRATEGIES
 
 ONE, MESH = Mesh(dp=1, fsdp=1, tp=1), Mesh(dp=2, fsdp=2, tp=2)
-PARTS = optim.fused_parts(model.layouts(tiny.CONFIG, ONE))
+PARTS = fused_parts(model.layouts(tiny.CONFIG, ONE))
 MAKE = {
     "muon": functools.partial(optim.muon, 1e-2, parts=PARTS),
     "muon-heads-shared": functools.partial(optim.muon, 1e-2, parts=[("wqkv", 8)], share=("dp", "fsdp")),
@@ -61,7 +63,7 @@ def test_check_proves_it(name, strategy):
 @pytest.mark.parametrize(("name", "strategy"), few(1, CASES, map("-".join, CASES)))
 def test_ranks_train_as_one(name, strategy):
     make, strategy = MAKE[name], STRATEGIES[strategy]
-    state = fresh_state(model.init(tiny.CONFIG, ONE, key=0), make_step(make, strategy, ONE)[2])
+    state = fresh_state(init(tiny.CONFIG, ONE, key=0), make_step(make, strategy, ONE)[2])
     assert_parity(
         lambda mesh: make_step(make, strategy, mesh)[0], MESH, state, lambda i: tiny.decoder_batch(rows=8, seed=i),
         layouts=(make_step(make, strategy, MESH)[1], batch_on(MESH)), steps=3, tolerance=TOLERANCE.get(make, 1e-10),

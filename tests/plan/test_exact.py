@@ -12,7 +12,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.wrapper import counted
 from fmegatron.step.torch_private import FakeTensorMode, make_fx
-from fmegatron.testing import peak_bytes
+from fmegatron.testing.measure import peak_bytes
 from tests.pairs import few
 from tests.plan.described import decoder, tower
 

@@ -9,11 +9,16 @@ from torch.utils.flop_counter import flop_registry
 from fmegatron import model, optim, plan, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.model.counts import flops_per_token, parameters
 from fmegatron.plan import saved
-from fmegatron.step import Description, Rates, bytes_sent, collectives_of, least_traffic, state_bytes, trace
+from fmegatron.plan.setting import setting_of
+from fmegatron.step import Description, collectives_of, trace
+from fmegatron.step.costs import least_traffic, state_bytes
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.opaque import inline_layers
+from fmegatron.step.timelines.planned import Rates
 from fmegatron.step.torch_private import FakeTensorMode, TorchDispatchMode
+from fmegatron.step.traffic import bytes_sent
 from tests.pairs import few
 from tests.plan.described import SIZES, decoder, tower
 
@@ -44,7 +49,7 @@ def test_405b_on_16384_ranks_computes_nothing():
         found = plan.quick(described)
     assert ops.count == 0
     assert found.state == sum(x.local_nbytes(0) for x in tree.leaves(tree.layouts(described.state)))
-    assert found.checkpoint == 12 * model.parameters(described.decoder)["total"] + 16
+    assert found.checkpoint == 12 * parameters(described.decoder)["total"] + 16
     assert 30 < found.peak / 2**30 < 80
     assert not found.unknown
 
@@ -132,7 +137,7 @@ def test_what_a_block_keeps_is_what_its_forward_returns(save, kv_heads):
 def test_state_and_traffic_are_those_of_the_cost_model():
     mesh, strategy = Mesh(dp=2, fsdp=4), DataParallel.hsdp()
     described = decoder(mesh, strategy)
-    found, setting = plan.quick(described), plan.setting_of(described)
+    found, setting = plan.quick(described), setting_of(described)
     specs = described.state
     held = state_bytes(specs.params, optim.adamw(1e-3))
     assert found.state == held.params + held.optim + 8
@@ -152,8 +157,8 @@ def test_flops_are_those_of_the_graph():
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
             work += flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
     config, tokens = described.decoder, 8 * SIZES["max_seq"]
-    assert work == tokens * model.flops_per_token(config, causal=False)["total"]
-    assert plan.quick(described).model_flops == tokens * model.flops_per_token(config)["total"]
+    assert work == tokens * flops_per_token(config, causal=False)["total"]
+    assert plan.quick(described).model_flops == tokens * flops_per_token(config)["total"]
 
 
 def test_another_loss_is_said_to_be_unknown():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fmegatron.step import compiled_layer
+from fmegatron.step.layer import compiled_layer
 
 B, D = 3, 4
 REST = {"index": torch.tensor([2, 0, 1]), "mask": torch.eye(B, D, dtype=torch.bool), "gain": torch.tensor(0.7)}

@@ -5,7 +5,10 @@ import contextlib
 import torch
 
 from fmegatron import model, step, tree
-from fmegatron.collectives import AXIS_INDEX, Axes, Place, collective_of
+from fmegatron.collectives import Axes
+from fmegatron.collectives.kinds import collective_of
+from fmegatron.collectives.places import Place
+from fmegatron.collectives.table import AXIS_INDEX
 from fmegatron.layout import DataParallel, Layout, Mesh
 
 TINY = {"vocab_size": 65, "dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}

@@ -13,8 +13,9 @@ from torch import Tensor
 from fmegatron import nn, optim, step, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step.check import check_call
-from fmegatron.testing import relative_error, simulate
+from fmegatron.step.checker.entrypoints import check_call
+from fmegatron.testing import simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.definition import loss_of, mean_of
 from tests.fresh_state import fresh_state
 

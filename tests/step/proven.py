@@ -1,7 +1,8 @@
 """A step that is proven and compared with one rank: traced once for both."""
 
-from fmegatron.step.check.entrypoints import check_call
-from fmegatron.testing import Parity, assert_parity
+from fmegatron.step.checker.entrypoints import check_call
+from fmegatron.testing import assert_parity
+from fmegatron.testing.compare_ranks import Parity
 
 
 def proven_and_equal(make_step, mesh, *args, **options) -> Parity:

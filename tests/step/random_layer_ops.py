@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fmegatron.step import compiled_layer
+from fmegatron.step.layer import compiled_layer
 from tests.step.foreign_layers import Tripled
 
 __all__ = ["KINDS", "PREPARE", "detached", "has_gradient"]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fmegatron import tree
+from fmegatron.tree.structure import flatten
 from tests.step.random_layer_ops import KINDS, PREPARE, detached, has_gradient
 
 __all__ = ["POLICIES", "RandomLayer", "gradients", "random_layer"]
@@ -59,7 +60,7 @@ class RandomLayer:
         return {k: v for k, v in found.items() if k != "has a gradient" or self.prepare is not detached}
 
     def __str__(self) -> str:
-        names = [f"{path}{list(t.shape)}" for path, t in zip(*tree.flatten(self.calls[0])[:2], strict=True)]
+        names = [f"{path}{list(t.shape)}" for path, t in zip(*flatten(self.calls[0])[:2], strict=True)]
         return "\n".join([f"seed {self.seed}: pool {names}", *self.code, f"return v{self.result}"])
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fmegatron.step import compiled_layer, jit, value_and_grad
+from fmegatron.step import jit, value_and_grad
+from fmegatron.step.layer import compiled_layer
 
 __all__ = ["RandomStep", "random_step"]
 

@@ -5,7 +5,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step import accumulate, jit
-from fmegatron.testing import peak_bytes
+from fmegatron.testing.measure import peak_bytes
 from tests.step import tiny
 
 N, WIDTH = 3, 256

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import nn, optim, step, tree
-from fmegatron.collectives import Axes, all_gather, axis_index, declare, enter, pmax, psum, reduce_scatter
+from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum, reduce_scatter
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.step import State, check
-from fmegatron.step.check import check_traced
+from fmegatron.step.checker.entrypoints import check_traced
 from tests.pairs import few, mixed
 from tests.step.graph_mutants import mutants, problem, traced_problem
 from tests.work import counted

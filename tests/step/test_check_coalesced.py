@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from fmegatron.collectives import FLAT, Axes, Place, all_gather_many, pmax, psum_many, reduce_scatter_many
+from fmegatron.collectives import Axes, pmax
+from fmegatron.collectives.ops import all_gather_many, psum_many, reduce_scatter_many
+from fmegatron.collectives.places import FLAT, Place
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import trace
-from fmegatron.step.check import check_traced
+from fmegatron.step.checker.entrypoints import check_traced
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
 A = Axes(MESH)

@@ -8,13 +8,16 @@ from fmegatron import model, optim
 from fmegatron.collectives import Precision
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import contrib
+from fmegatron.optim.contrib.formats import Bfloat16
+from fmegatron.optim.guard import Spike
+from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step import check
 from tests.pairs import few, mixed
 from tests.step.graph_mutants import TINY, problem
 from tests.step.strategies import STRATEGIES
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
-PARTS = optim.fused_parts(model.layouts(model.llama(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
+PARTS = fused_parts(model.layouts(model.llama(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
 
 
 def grouped():
@@ -29,7 +32,7 @@ def grouped():
 
 def guarded():
     """Skips, spikes, a dynamic loss scale."""
-    options = {"clip_norm": 1.0, "spike": optim.Spike(), "loss_scale": optim.LossScale()}
+    options = {"clip_norm": 1.0, "spike": Spike(), "loss_scale": optim.LossScale()}
     return optim.skip_nonfinite(optim.adamw(1e-3), **options)
 
 
@@ -48,7 +51,7 @@ OPTIMIZERS = {
     "soap": contrib.soap(1e-2),
     "grouped": grouped(),
     "guarded": guarded(),
-    "bf16 moments, rounded at random": stored(("adam", contrib.Bfloat16(stochastic=True))),
+    "bf16 moments, rounded at random": stored(("adam", Bfloat16(stochastic=True))),
     "int8 moments": stored(("adam/m", contrib.int8(block=2)), ("adam/v", contrib.int8(block=2, root=True))),
     "fp8 moments": stored(("adam/m", contrib.float8(block=2)), ("adam/v", contrib.float8(block=2, root=True))),
 }

@@ -11,7 +11,7 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import build_train_step, jit, state_specs
-from fmegatron.step.check import check_traced
+from fmegatron.step.checker.entrypoints import check_traced
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.graph_mutants import problem, traced_problem

@@ -7,7 +7,7 @@ from fmegatron import model, nn, optim, step
 from fmegatron.collectives import Axes, Precision, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import trace
-from fmegatron.step.check import check_traced
+from fmegatron.step.checker.entrypoints import check_traced
 
 MESH = Mesh(dp=2)
 DP = Axes(MESH)["dp"]

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmegatron.collectives import Axes, all_gather, all_to_all, axis_index, declare, ppermute, psum, shard
+from fmegatron.collectives import Axes, all_gather, all_to_all, axis_index, ppermute, psum, shard
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check, trace
-from fmegatron.step.check import check_traced
-from fmegatron.step.check.dims import Misfit, met, plain
+from fmegatron.step.checker.dims import Misfit, met, plain
+from fmegatron.step.checker.entrypoints import check_traced
 
 MESH = Mesh(dp=2, tp=2)
 A = Axes(MESH)

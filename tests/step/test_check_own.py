@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, declare, enter, ppermute, psum, shard
+from fmegatron.collectives import Axes, enter, ppermute, psum, shard
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check
 from fmegatron.testing import parity

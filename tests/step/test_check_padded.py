@@ -5,22 +5,13 @@ import itertools
 import pytest
 import torch
 
-from fmegatron.collectives import (
-    Axes,
-    Place,
-    all_gather,
-    all_gather_many,
-    all_to_all,
-    axis_index,
-    psum,
-    reduce_scatter_many,
-    reshard,
-    shard,
-)
+from fmegatron.collectives import Axes, all_gather, all_to_all, axis_index, psum, reshard, shard
+from fmegatron.collectives.ops import all_gather_many, reduce_scatter_many
+from fmegatron.collectives.places import Place
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import trace
-from fmegatron.step.check import check_traced
-from fmegatron.step.check.padding import FINITE, TABLE
+from fmegatron.step.checker.entrypoints import check_traced
+from fmegatron.step.checker.padding import FINITE, TABLE
 from fmegatron.testing import Ranks, simulate
 
 MESH = Mesh(dp=2, fsdp=3, tp=2)

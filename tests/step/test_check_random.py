@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from fmegatron.collectives import axis_index, declare, pmax
+from fmegatron.collectives import axis_index, pmax
+from fmegatron.collectives.ops import declare
 from tests.step.test_check_ops import COLUMNS, DP, PENDING, ROWS, TP, WHOLE, grads, lay, report
 
 ALL, BOTH = lay((8, 16), "dp", "tp"), lay((8, 16), ("dp", "tp"))

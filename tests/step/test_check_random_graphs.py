@@ -9,7 +9,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step import trace
-from fmegatron.step.check import check_traced
+from fmegatron.step.checker.entrypoints import check_traced
 from fmegatron.testing import simulate
 from tests.sampling import seeds
 from tests.step.random_graphs import MESH, MISFITS, program, run, values

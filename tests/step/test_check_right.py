@@ -5,11 +5,13 @@ import torch
 from hypothesis import given, settings
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, enter, psum, reshard, reshard_moves
+from fmegatron.collectives import Axes, enter, psum, reshard
+from fmegatron.collectives.reshard_plan import reshard_moves
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import contrib
-from fmegatron.step import State, check, raw_gradient_layout, trace, value_and_grad
-from fmegatron.step.check import check_traced
+from fmegatron.step import State, check, trace, value_and_grad
+from fmegatron.step.checker.entrypoints import check_traced
+from fmegatron.step.reduce import raw_gradient_layout
 from tests.collectives.test_reshard import make_step, pairs
 from tests.pairs import each_value, few
 from tests.step.graph_mutants import problem

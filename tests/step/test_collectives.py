@@ -17,10 +17,11 @@ from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, p
 from fmegatron.layout import Mesh
 from fmegatron.step import jit, value_and_grad
 from fmegatron.step.graph.nodes import entry_of
-from fmegatron.step.jit import Compiled
+from fmegatron.step.jitted import Compiled
 from fmegatron.step.passes import Target
-from fmegatron.step.timeline import launched
-from fmegatron.testing import assert_pure, relative_error
+from fmegatron.step.timelines.planned import launched
+from fmegatron.testing import assert_pure
+from fmegatron.testing.compare_ranks import relative_error
 from tests.pairs import few
 from tests.step import tiny
 

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 
 from fmegatron import tree
 from fmegatron.step import jit
-from fmegatron.testing import assert_pure, relative_error
+from fmegatron.testing import assert_pure
+from fmegatron.testing.compare_ranks import relative_error
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 

@@ -8,7 +8,8 @@ from fmegatron import loop, optim, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum
 from fmegatron.data import Batches
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
-from fmegatron.step import PaperWorld, accumulate, build_train_step, check, jit, state_specs
+from fmegatron.step import accumulate, build_train_step, check, jit, state_specs
+from fmegatron.step.timelines.planned import PaperWorld
 from fmegatron.testing import assert_parity, parity, simulate, split
 from tests.pairs import each_value, few
 

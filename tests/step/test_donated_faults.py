@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmegatron import tree
-from fmegatron.collectives import held_interrupt
+from fmegatron.collectives.interrupt import held_interrupt
 from fmegatron.step import jit
 from tests.fresh_state import fresh_state
 from tests.step import tiny

@@ -5,7 +5,9 @@ import torch
 
 from fmegatron import tree
 from fmegatron.step import jit
-from fmegatron.testing import assert_pure, peak_bytes
+from fmegatron.testing import assert_pure
+from fmegatron.testing.measure import peak_bytes
+from fmegatron.tree.structure import flatten
 from tests.fresh_state import fresh_state
 from tests.pairs import few
 from tests.step import tiny
@@ -47,7 +49,7 @@ def test_every_leaf_of_the_state_stays_where_it_is(wide, donated):
     for _ in range(3):
         state, _ = donated(state, wide[1])
         assert pointers(state) == where
-    unchanged = [p for p, a, b in zip(*tree.flatten(state)[:2], tree.leaves(before), strict=True) if torch.equal(a, b)]
+    unchanged = [p for p, a, b in zip(*flatten(state)[:2], tree.leaves(before), strict=True) if torch.equal(a, b)]
     assert not unchanged
 
 
@@ -102,7 +104,7 @@ def test_leaves_that_change_places(backend):
 
     wanted, where = swap(tiny.copied(state)), pointers(state)
     got = jit(swap, donate=0, backend=backend)(state)
-    wrong = [p for p, a, b in zip(*tree.flatten(got)[:2], tree.leaves(wanted), strict=True) if not torch.equal(a, b)]
+    wrong = [p for p, a, b in zip(*flatten(got)[:2], tree.leaves(wanted), strict=True) if not torch.equal(a, b)]
     assert not wrong and pointers(got) == where
 
 

@@ -3,18 +3,9 @@
 import pytest
 import torch
 
-from fmegatron.collectives import (
-    REPLICATED,
-    Axes,
-    Collective,
-    Partial,
-    Place,
-    Sharded,
-    all_gather,
-    axis_index,
-    pmax,
-    psum,
-)
+from fmegatron.collectives import Axes, all_gather, axis_index, pmax, psum
+from fmegatron.collectives.kinds import REPLICATED, Collective, Partial, Sharded
+from fmegatron.collectives.places import Place
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import check
 

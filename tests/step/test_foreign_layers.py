@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.step import accumulate, compiled_layer, jit, remat, value_and_grad
+from fmegatron.step import accumulate, jit, remat, value_and_grad
+from fmegatron.step.layer import compiled_layer
 from tests.pairs import each_value, few
 from tests.sampling import seeds
 from tests.step.foreign_layers import CONSTANT, LAYERS, REST, VIEWS, D, arguments

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, collective_of
+from fmegatron.collectives import Axes
+from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import compiled_layer, layers, trace, value_and_grad
-from fmegatron.testing import inline_layers, simulate
+from fmegatron.step import layers, trace, value_and_grad
+from fmegatron.step.layer import compiled_layer
+from fmegatron.step.opaque import inline_layers
+from fmegatron.testing import simulate
+from fmegatron.tree.structure import map_with_path
 from tests.step.test_layers import HOW
 
 FSDP2, L, D, R, B = Mesh(fsdp=2), 3, 16, 2, 8
@@ -91,7 +95,7 @@ def test_each_set_of_trained_leaves_has_a_pair_of_its_own():
         layer(x, tree.map(lambda t: t.clone().requires_grad_(), w))
     assert len(layer.halves) == 1
     for path in ("base/w", "pair/a", "pair/b"):
-        some = tree.map_with_path(lambda p, t, path=path: t.clone().requires_grad_(p == path), w)
+        some = map_with_path(lambda p, t, path=path: t.clone().requires_grad_(p == path), w)
         (got,) = torch.autograd.grad(layer(x, some).sum(), [t for t in tree.leaves(some) if t.requires_grad])
         (wanted,) = torch.autograd.grad(block(x, some).sum(), [t for t in tree.leaves(some) if t.requires_grad])
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-14)

@@ -9,7 +9,8 @@ from fmegatron import model, tree
 from fmegatron.collectives import Axes, all_gather, connect, psum, shard
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import build_train_step, jit, state_specs
-from fmegatron.testing import relative_error, split
+from fmegatron.testing import split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.step import strategies, tiny
 
 MESH = Mesh(dp=2)
@@ -26,7 +27,7 @@ def gathered_in_place(step) -> int:
 def of_the_decoder():
     """(train step, specs of the parameters)."""
     config = strategies.make_config()
-    return strategies.make_step(config, MESH, STRATEGY, together=0), model.specs(config, MESH, strategy=STRATEGY)
+    return strategies.make_step(config, MESH, STRATEGY, bucket_bytes=0), model.specs(config, MESH, strategy=STRATEGY)
 
 
 def of_three_leaves():

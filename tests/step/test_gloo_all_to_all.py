@@ -11,9 +11,10 @@ import torch
 
 from fmegatron.collectives import Axes, all_gather, connect, reduce_scatter
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, bytes_sent, collectives_of, jit, launches
+from fmegatron.step import Overlap, collectives_of, jit
 from fmegatron.step.gloo_all_to_all import exchanged
-from fmegatron.step.timeline import launched
+from fmegatron.step.timelines.planned import PaperWorld, launched, launches
+from fmegatron.step.traffic import bytes_sent
 from tests.pairs import few
 from tests.step.overlap.decoder import FSDP, POLICIES, compiled, config
 

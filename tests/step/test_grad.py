@@ -8,19 +8,21 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.model.array_specs import init
 from fmegatron.step import (
     State,
     accumulate,
     build_train_step,
     collectives_of,
     jit,
-    raw_gradient_layout,
     reduce_gradients,
     state_specs,
     trace,
     value_and_grad,
 )
-from fmegatron.testing import Ranks, assert_pure, relative_error, simulate, split
+from fmegatron.step.reduce import raw_gradient_layout
+from fmegatron.testing import Ranks, assert_pure, simulate, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.fresh_state import fresh_state
 from tests.pairs import few, mixed
 from tests.step import tiny
@@ -215,7 +217,7 @@ def test_specs_of_the_state_are_its_twin(optimizer, dtype):
     specs = state_specs(model.specs(config, mesh), optimizer)
     assert isinstance(specs, State) and specs.step.shape == () and specs.step.dtype == torch.int64
     for rank in range(mesh.size):
-        state = fresh_state(model.init(config, mesh, key=0, rank=rank), optimizer)
+        state = fresh_state(init(config, mesh, key=0, rank=rank), optimizer)
         assert tree.paths(state) == tree.paths(specs) and state.step == 0
         tree.check(state, tree.layouts(specs), rank)
 

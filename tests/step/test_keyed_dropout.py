@@ -6,8 +6,10 @@ import torch
 from fmegatron import nn, optim, tree
 from fmegatron.collectives import Axes, enter, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, jit, state_specs
-from fmegatron.testing import assert_parity, relative_error, simulate
+from fmegatron.step import build_train_step, check, jit, state_specs
+from fmegatron.step.layer import compiled_layer
+from fmegatron.testing import assert_parity, simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.pairs import each_value, few
 
 F64, ROWS, WIDE, HIDDEN, DEPTH = torch.float64, 24, 6, 8, 2
@@ -44,7 +46,7 @@ def make_step(mesh, n=1, layer=plain, rate=0.3):
         return loss, {"loss": psum(loss.detach(), axes[data])}
 
     layouts = tree.layouts(specs_of(mesh).params)
-    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, microbatches=n, numbered=True)
+    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, microbatches=n, with_sample_ids=True)
 
 
 def specs_of(mesh):
@@ -133,7 +135,7 @@ def test_samples_are_numbered_through_the_run(mesh, n):
         return (params["a"].sum() + params["b"].sum()) * batch["x"].sum(), {"samples": samples}
 
     step = build_train_step(
-        loss_fn, OPTIMIZER, tree.layouts(specs_of(mesh).params), axes, microbatches=n, numbered=True
+        loss_fn, OPTIMIZER, tree.layouts(specs_of(mesh).params), axes, microbatches=n, with_sample_ids=True
     )
     state = first_state()._replace(step=torch.tensor(7))
     out = layouts[0], {"samples": numbers, "grad_norm": Layout((), F64, mesh)}

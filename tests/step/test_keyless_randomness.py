@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import nn
-from fmegatron.step import accumulate, compiled_layer, jit, trace
+from fmegatron.step import accumulate, jit, trace
+from fmegatron.step.layer import compiled_layer
 
 X = torch.ones(4, 4)
 GENERATOR = torch.Generator()

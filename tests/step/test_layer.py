@@ -11,9 +11,9 @@ import torch
 
 from fmegatron import model, nn, tree
 from fmegatron.collectives import World
-from fmegatron.step import accumulate, compiled_layer, jit, remat, trace, value_and_grad
+from fmegatron.step import accumulate, jit, remat, trace, value_and_grad
 from fmegatron.step.graph.nodes import entry_of, opaque_entries
-from fmegatron.step.layer import CompiledLayer
+from fmegatron.step.layer import CompiledLayer, compiled_layer
 from fmegatron.step.opaque import inline_layers
 from tests.pairs import few
 from tests.step import tiny

@@ -9,19 +9,12 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, declare, psum
+from fmegatron.collectives import Axes, psum
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import (
-    build_train_step,
-    compiled_layer,
-    jit,
-    layers,
-    state_specs,
-    trace,
-    unstack,
-    value_and_grad,
-)
+from fmegatron.step import build_train_step, jit, layers, state_specs, trace, value_and_grad
 from fmegatron.step.graph.nodes import entry_of
+from fmegatron.step.layer import compiled_layer, unstack
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.proven import proven_and_equal

@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Precision, collective_of, psum
+from fmegatron.collectives import Axes, Precision, psum
+from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import layer_layout, layers, raw_gradient_layout, trace, unstack, value_and_grad
-from fmegatron.testing import assert_parity, inline_layers
+from fmegatron.step import layers, trace, value_and_grad
+from fmegatron.step.layer import layer_layout, unstack
+from fmegatron.step.opaque import inline_layers
+from fmegatron.step.reduce import raw_gradient_layout
+from fmegatron.testing import assert_parity
 from tests.step import tiny
 
 MESHES = [Mesh(), Mesh(fsdp=2), Mesh(dp=2, fsdp=2)]

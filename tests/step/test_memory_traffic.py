@@ -7,15 +7,10 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh
-from fmegatron.step import (
-    build_train_step,
-    collectives_of,
-    least_traffic,
-    state_bytes,
-    state_specs,
-    trace,
-)
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout.data_parallel import DATA_AXES
+from fmegatron.step import build_train_step, collectives_of, state_specs, trace
+from fmegatron.step.costs import least_traffic, state_bytes
 from fmegatron.step.graph.nodes import entry_of
 from tests.pairs import few
 from tests.step.strategies import STRATEGIES

@@ -10,7 +10,8 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import State, build_train_step, compiled_layer, jit, state_specs, value_and_grad
+from fmegatron.step import State, build_train_step, jit, state_specs, value_and_grad
+from fmegatron.step.layer import compiled_layer
 from fmegatron.testing import simulate
 from tests.fresh_state import fresh_state
 from tests.step.tiny import line_of

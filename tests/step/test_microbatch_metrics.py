@@ -7,7 +7,7 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import accumulate, build_train_step, jit, value_and_grad
-from fmegatron.testing import relative_error
+from fmegatron.testing.compare_ranks import relative_error
 from tests.fresh_state import fresh_state
 
 ROWS, SEQ = 8, 3

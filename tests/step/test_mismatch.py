@@ -8,6 +8,7 @@ import torch
 from fmegatron import model, optim, step
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 from tests.fresh_state import fresh_state
 
 CONFIG = model.llama(65, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=32, max_seq=8)
@@ -18,7 +19,7 @@ def make():
     axes, layouts = Axes(MESH), model.layouts(CONFIG, MESH)
     optimizer = optim.adamw(1e-3)
     loss = functools.partial(model.loss, decoder=CONFIG, axes=axes)
-    state = fresh_state(model.init(CONFIG, MESH, key=0), optimizer)
+    state = fresh_state(init(CONFIG, MESH, key=0), optimizer)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     train = step.jit(step.build_train_step(loss, optimizer, layouts, axes), donate=0, backend="eager")
     return train, state, {"tokens": tokens, "labels": tokens}

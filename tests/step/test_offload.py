@@ -11,10 +11,11 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import build_train_step, check, compiled_layer, jit, trace
+from fmegatron.step import build_train_step, check, jit, trace
 from fmegatron.step.graph.memory import memory_of
 from fmegatron.step.graph.nodes import entry_of
-from fmegatron.step.jit import Compiled
+from fmegatron.step.jitted import Compiled
+from fmegatron.step.layer import compiled_layer
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.passes import Target
 from fmegatron.step.torch_private import FakeTensorMode

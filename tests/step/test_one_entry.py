@@ -8,25 +8,18 @@ import functools
 import pytest
 import torch
 
-from fmegatron.collectives import (
-    PSUM,
-    REPLICATED,
-    Axes,
-    Collective,
-    Partial,
-    Permuted,
-    Place,
-    Sharded,
-    collective_of,
-    connect,
-    psum,
-)
+from fmegatron.collectives import Axes, connect, psum
+from fmegatron.collectives.kinds import REPLICATED, Collective, Partial, Permuted, Sharded, collective_of
+from fmegatron.collectives.places import Place
 from fmegatron.collectives.real import all_reduced, ppermute
+from fmegatron.collectives.table import PSUM
 from fmegatron.collectives.torch_private import functional_ops
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import PaperWorld, bytes_sent, check, collectives_of, jit, symbolic_nodes, trace
-from fmegatron.step.jit import Compiled
+from fmegatron.step import check, collectives_of, jit, symbolic_nodes, trace
+from fmegatron.step.jitted import Compiled
 from fmegatron.step.passes import Target
+from fmegatron.step.timelines.planned import PaperWorld
+from fmegatron.step.traffic import bytes_sent
 from fmegatron.testing import Ranks, simulate, split
 
 PMIN = Collective(

@@ -4,18 +4,15 @@ import pytest
 import torch
 
 from fmegatron import model, nn, optim, tree
-from fmegatron.collectives import Axes, Wire, psum, reshard, reshard_many
+from fmegatron.collectives import Axes, psum, reshard
+from fmegatron.collectives.resharding import reshard_many
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import (
-    PaperWorld,
-    build_train_step,
-    check,
-    collectives_of,
-    jit,
-    reduce_gradients,
-    state_specs,
-    trace,
-)
+from fmegatron.model.array_specs import init
+from fmegatron.nn.scaled import with_scales
+from fmegatron.optim.clipping import group_norms
+from fmegatron.step import build_train_step, check, collectives_of, jit, reduce_gradients, state_specs, trace
+from fmegatron.step.timelines.planned import PaperWorld
 from fmegatron.testing import parity, simulate
 from tests.step import tiny
 
@@ -67,12 +64,12 @@ def test_everything_that_takes_layouts_and_axes(mesh, other):
         lambda: reshard_many([x], [w["w"]], [w["w"]], axes),
         lambda: reduce_gradients(both),
         lambda: nn.gather_tree({"w": x}, w, axes[other.names]),
-        lambda: nn.with_scales({"w": x}, w, axes, torch.float8_e4m3fn),
+        lambda: with_scales({"w": x}, w, axes, torch.float8_e4m3fn),
         lambda: optim.global_norm(both),
-        lambda: optim.group_norms(both),
+        lambda: group_norms(both),
     ]
     if decoder is not None:
-        params, batch = model.init(tiny.CONFIG, mesh, key=0), tiny.decoder_batch()
+        params, batch = init(tiny.CONFIG, mesh, key=0), tiny.decoder_batch()
         calls.append(lambda: trace(model.loss, (tree.place(params, decoder), batch, tiny.CONFIG, axes)))
     for call in calls:
         with pytest.raises(

@@ -9,7 +9,8 @@ from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.optim import contrib
-from fmegatron.testing import assert_parity, join, relative_error, split
+from fmegatron.testing import assert_parity, join, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.pairs import few, mixed
 from tests.step import strategies
 from tests.step.strategies import STRATEGIES, make_config, make_step, simulated

@@ -14,7 +14,8 @@ from fmegatron import tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
 from fmegatron.step import jit
-from fmegatron.testing import Ranks, assert_parity, assert_pure, parity, relative_error, simulate, split
+from fmegatron.testing import Ranks, assert_parity, assert_pure, parity, simulate, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.pairs import few, shifted
 from tests.step.whole_step import MESHES, layouts_of, make_config, make_step, whole_batch, whole_state
 

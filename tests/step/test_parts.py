@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from fmegatron import data, loop, optim, step, tree
-from fmegatron.collectives import Axes, collective_of, psum
+from fmegatron.collectives import Axes, psum
+from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step.check import check_call
+from fmegatron.optim.momentum import accumulate_momentum
+from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.opaque import inline_layers
-from fmegatron.testing import relative_error, split
+from fmegatron.testing import split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.fresh_state import fresh_state
 from tests.pairs import few
 from tests.step import parts_cases as cases
@@ -86,9 +89,7 @@ def test_a_loss_scale_and_frozen_parameters():
     """A loss scale multiplies what is differentiated, not what is shown; frozen parameters get no gradient."""
     wanted = by_definition("lm and z, weights")
     scaled = optim.skip_nonfinite(optim.sgd(1.0), loss_scale=optim.LossScale(2.0**10))
-    frozen = optim.grouped(
-        1.0, [("head", optim.Group(frozen=True))], weight_decay=0.0, plain=optim.accumulate_momentum(0.5)
-    )
+    frozen = optim.grouped(1.0, [("head", optim.Group(frozen=True))], weight_decay=0.0, plain=accumulate_momentum(0.5))
     for optimizer, trained in ((scaled, ("table", "head")), (frozen, ("table",))):
         after, metrics = run(cases.lm_and_z, "weights", MESHES["dp2"], 4, optimizer=optimizer).globals()
         assert relative_error(metrics["loss"], wanted.loss) <= 1e-12

@@ -5,7 +5,7 @@ import torch
 from fmegatron.step import jit
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.passes import PASSES, Program, Target
-from fmegatron.step.trace import trace
+from fmegatron.step.tracing import trace
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 

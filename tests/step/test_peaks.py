@@ -14,9 +14,10 @@ import torch
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, build_train_step, compiled_layer, jit, state_bytes, state_specs
-from fmegatron.step.layer import CompiledLayer
-from fmegatron.testing import peak_bytes
+from fmegatron.step import Overlap, build_train_step, jit, state_specs
+from fmegatron.step.costs import state_bytes
+from fmegatron.step.layer import CompiledLayer, compiled_layer
+from fmegatron.testing.measure import peak_bytes
 from tests.pairs import few
 from tests.step import tiny
 from tests.step.gathered import gathered_bytes

@@ -8,6 +8,7 @@ import time
 import torch
 
 from fmegatron import step
+from fmegatron.step.layer import compiled_layer
 from fmegatron.step.progress import AFTER_S, progress
 
 
@@ -51,13 +52,13 @@ def test_a_jit_tells_each_graph(monkeypatch):
         told.append((name, hint, active))
         yield told.append
 
-    monkeypatch.setattr(sys.modules["fmegatron.step.jit"], "progress", heard)
+    monkeypatch.setattr(sys.modules["fmegatron.step.jitted"], "progress", heard)
 
     def block(x, w):
         return torch.tanh(x @ w)
 
     def loss(params, x):
-        layer = step.compiled_layer()(block)
+        layer = compiled_layer()(block)
         for w in params["w"].unbind(0):
             x = layer(x, w)
         return x.square().mean()

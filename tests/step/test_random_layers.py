@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fmegatron import tree
-from fmegatron.step import compiled_layer, jit
+from fmegatron.step import jit
+from fmegatron.step.layer import compiled_layer
 from tests.sampling import seeds
 from tests.step.random_layers import POLICIES, gradients, random_layer
 

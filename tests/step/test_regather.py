@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from fmegatron import optim, plan, step, testing, tree
-from fmegatron.collectives import Axes, Precision, collective_of, connect, psum
+from fmegatron.collectives import Axes, Precision, connect, psum
+from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.regather import regathered
-from fmegatron.step.trace import trace
+from fmegatron.step.tracing import trace
 from tests.step.own_towers import WAYS, described, start
 
 LEAF = 1 << 22  # bytes of a large leaf in fp64
@@ -29,7 +30,7 @@ def sent(graph, mesh):
 @pytest.fixture
 def as_written(monkeypatch):
     """Steps that are traced are left as they are written."""
-    module = importlib.import_module("fmegatron.step.trace")
+    module = importlib.import_module("fmegatron.step.tracing")
     return lambda: monkeypatch.setattr(module, "regathered", lambda graph_module: graph_module)
 
 

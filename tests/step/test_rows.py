@@ -8,9 +8,11 @@ import functools
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, all_to_all, all_to_all_rows, connect, declare, psum
+from fmegatron.collectives import Axes, all_to_all, connect, psum
+from fmegatron.collectives.ops import all_to_all_rows, declare
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import bytes_sent, check, collectives_of, jit, symbolic_nodes, trace, value_and_grad
+from fmegatron.step import check, collectives_of, jit, symbolic_nodes, trace, value_and_grad
+from fmegatron.step.traffic import bytes_sent
 from fmegatron.testing import parity, simulate, split
 from tests.pairs import each_value
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, model, optim, tree
-from fmegatron.collectives import Axes, Precision, connect, reshard, reshard_moves
+from fmegatron.collectives import Axes, Precision, connect, reshard
+from fmegatron.collectives.reshard_plan import reshard_moves
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import build_train_step, check, jit, placements, state_specs
-from fmegatron.testing import Ranks, relative_error, simulate, split
+from fmegatron.testing import Ranks, simulate, split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.checkpoint.fake_world import assert_same_bits, run, save_all, small_sizes
 from tests.pairs import few, mixed
 from tests.step import strategies

@@ -7,8 +7,11 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, Precision
-from fmegatron.layout import DATA_AXES, DataParallel, Layout, Mesh, Split
-from fmegatron.step import build_train_step, collectives_of, least_traffic, placements, state_specs, trace
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.layout.data_parallel import DATA_AXES
+from fmegatron.optim.orthogonalized import fused_parts
+from fmegatron.step import build_train_step, collectives_of, placements, state_specs, trace
+from fmegatron.step.costs import least_traffic
 from fmegatron.testing import split
 from tests.fresh_state import fresh_state
 from tests.step import strategies
@@ -137,7 +140,7 @@ def test_matrix_optimizers_see_the_layouts_of_the_strategy():
     placed = placements(layouts, strategy).optim["blocks"]["mlp"]["w_down"]
     assert placed.sharded and state.opt["muon"]["blocks"]["mlp"]["w_down"].layout == placed
     with pytest.raises(ValueError, match="without any interleaved dim"):
-        optim.fused_parts(layouts)
+        fused_parts(layouts)
 
 
 # ---- placements ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
-from fmegatron.step import Event, Overlap, PaperWorld, Rates, Timeline, jit, timeline
-from fmegatron.step.overlap import overlapped
-from fmegatron.step.timeline import planned
+from fmegatron.step import Overlap, jit, timeline
+from fmegatron.step.overlap.schedule import overlapped
+from fmegatron.step.timelines.events import Event, Timeline
+from fmegatron.step.timelines.planned import PaperWorld, Rates, planned
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, LAYERS, config, lowered, train_step

@@ -11,8 +11,9 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import State, compiled_layer, jit, trace, value_and_grad
+from fmegatron.step import State, jit, trace, value_and_grad
 from fmegatron.step.graph.nodes import opaque_entries
+from fmegatron.step.layer import compiled_layer
 from fmegatron.testing import assert_pure
 from tests.step import tiny
 

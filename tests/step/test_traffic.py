@@ -6,10 +6,13 @@ import torch
 from fmegatron import collectives as c
 from fmegatron import model, tree
 from fmegatron.collectives import Axes
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Mesh
-from fmegatron.step import PaperWorld, bytes_sent, collectives_of, trace
-from fmegatron.step.jit import Compiled
+from fmegatron.step import collectives_of, trace
+from fmegatron.step.jitted import Compiled
 from fmegatron.step.passes import Target
+from fmegatron.step.timelines.planned import PaperWorld
+from fmegatron.step.traffic import bytes_sent
 from tests.step import tiny
 
 MESH = Mesh(dp=3, tp=4, one=1)
@@ -37,7 +40,7 @@ def test_each_collective(name):
 
 
 def test_what_sends_nothing_is_not_listed():
-    step = lambda x: c.shard(c.declare(c.psum(x, Axes(MESH)["one"]), Axes(MESH)["tp"], "partial"), Axes(MESH)["tp"], 0)  # noqa: E731
+    step = lambda x: c.shard(declare(c.psum(x, Axes(MESH)["one"]), Axes(MESH)["tp"], "partial"), Axes(MESH)["tp"], 0)  # noqa: E731
     assert collectives_of(trace(step, (X,)).graph_module.graph, MESH) == []
 
 

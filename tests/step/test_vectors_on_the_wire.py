@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fmegatron import model, tree
-from fmegatron.collectives import Precision, Wire, collective_of
+from fmegatron.collectives import Precision
+from fmegatron.collectives.kinds import collective_of
+from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import reduce_gradients, trace
 from fmegatron.step.graph.nodes import entry_of
@@ -71,6 +73,6 @@ def test_sums_of_vectors_are_not_rounded(exact):
     wires = Precision.bf16(reduce=B16, exact=exact).wires(layouts)
     terms = [{name: torch.full(x.shape, 1 + 2.0**-20) for name, x in layouts.items()} for _ in range(2)]
     raw = tree.map(lambda layout: layout.replace(unreduced=("dp",)), layouts)
-    sim = simulate(lambda g: reduce_gradients(tree.place(g, raw), wire=wires, together=1 << 20), mesh, Ranks(terms))
+    sim = simulate(lambda g: reduce_gradients(tree.place(g, raw), wire=wires, bucket_bytes=1 << 20), mesh, Ranks(terms))
     for local in sim.outputs:
         assert bool((local["norm"] == 2 + 2.0**-19).all()) and bool((local["w"] == 2).all())

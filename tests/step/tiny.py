@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, compiled_layer, state_specs, unstack
+from fmegatron.model.array_specs import init
+from fmegatron.step import build_train_step, state_specs
+from fmegatron.step.layer import compiled_layer, unstack
 from fmegatron.testing import split
 from tests.fresh_state import fresh_state
 
@@ -45,7 +47,7 @@ def decoder_step(config: model.Decoder = CONFIG, save=None, mesh: Mesh = ONE, **
 
 def decoder_state(config: model.Decoder = CONFIG, mesh: Mesh = ONE, rank: int = 0):
     """This rank's state at step 0."""
-    return fresh_state(model.init(config, mesh, key=0, rank=rank), OPTIMIZER)
+    return fresh_state(init(config, mesh, key=0, rank=rank), OPTIMIZER)
 
 
 def decoder_batch(

@@ -4,7 +4,9 @@ import torch
 
 from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import DATA_AXES, Layout, Mesh
+from fmegatron.layout import Layout, Mesh
+from fmegatron.layout.data_parallel import DATA_AXES
+from fmegatron.model.array_specs import init
 from fmegatron.step import build_train_step, state_specs
 from tests.definition import scalar_of
 from tests.fresh_state import fresh_state
@@ -51,7 +53,7 @@ def whole_state(config):
     def move(x):
         return x + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
 
-    return fresh_state(tree.map(move, model.init(config, Mesh(), key=3)), OPTIMIZER)
+    return fresh_state(tree.map(move, init(config, Mesh(), key=3)), OPTIMIZER)
 
 
 def whole_batch(config, step):

@@ -10,7 +10,8 @@ import torch
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step import build_train_step, compiled_layer, jit, state_specs, value_and_grad
+from fmegatron.step import build_train_step, jit, state_specs, value_and_grad
+from fmegatron.step.layer import compiled_layer
 from tests.fresh_state import fresh_state
 
 B, S, D, F = 16, 3, 6, 8

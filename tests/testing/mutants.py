@@ -7,17 +7,8 @@ F hidden, V vocabulary; the sharding is in `layouts`.
 
 import torch
 
-from fmegatron.collectives import (
-    Axes,
-    all_gather,
-    axis_index,
-    declare,
-    enter,
-    pmax,
-    psum,
-    reduce_scatter,
-    shard,
-)
+from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum, reduce_scatter, shard
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import value_and_grad
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.testing import relate, relative_error, split
+from fmegatron.testing import split
+from fmegatron.testing.compare_ranks import relative_error
+from fmegatron.testing.relate import relate
 
 MESH = Mesh(dp=2, tp=2)
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from fmegatron.testing import Forkserver
+from fmegatron.testing.forkserver import Forkserver
 
 # What children do; a module of its own, found by the search path.
 MODULE = """

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fmegatron.testing import paired_seconds, peak_bytes, report
+from fmegatron.testing.measure import paired_seconds, peak_bytes, report
 
 
 def test_pairs_alternate_after_a_round_that_warms_up():

@@ -8,7 +8,7 @@ import torch
 from fmegatron import nn, testing
 from fmegatron.layout import Layout, Mesh
 from fmegatron.parity import main
-from fmegatron.step import compiled_layer
+from fmegatron.step.layer import compiled_layer
 from tests.house import ROOT
 
 EXPERIMENT = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fmegatron.testing import RankError, RankPool
+from fmegatron.testing.ranks import RankError, RankPool
 
 
 def total(rank, x):

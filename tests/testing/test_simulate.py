@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from fmegatron.collectives import Axes, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.step import compiled_layer, value_and_grad
+from fmegatron.step import value_and_grad
+from fmegatron.step.layer import compiled_layer
 from fmegatron.testing import Ranks, join, parity, simulate, split
 from tests.pairs import few
 

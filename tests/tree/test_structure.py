@@ -7,6 +7,8 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.tree.arithmetic import cast, dot, squared_norm
+from fmegatron.tree.structure import flatten, map_with_path, unflatten
 
 F32 = torch.float32
 MESH = Mesh(dp=2, tp=2)
@@ -25,14 +27,14 @@ def test_paths_are_names_and_positions():
     wanted = ["step", "params/blocks/attention/0", "params/blocks/attention/1/0", "params/blocks/wo", "params/table"]
     assert tree.paths(example()) == wanted
     assert tree.paths(5) == [""] and tree.paths({}) == [] and tree.paths({3: 1}) == ["3"]
-    paths, leaves, spec = tree.flatten(example())
-    assert (paths, leaves, tree.unflatten(spec, leaves)) == (wanted, [0, 2, 3, 1, 4], example())
+    paths, leaves, spec = flatten(example())
+    assert (paths, leaves, unflatten(spec, leaves)) == (wanted, [0, 2, 3, 1, 4], example())
     assert tree.leaves(example()) == leaves
 
 
 def test_map():
     assert tree.map(lambda a, b: a + b, example(), example()).params["blocks"]["attention"] == (4, [6])
-    assert tree.map_with_path(lambda path, a: f"{path}={a}", {"a": [1]}) == {"a": ["a/0=1"]}
+    assert map_with_path(lambda path, a: f"{path}={a}", {"a": [1]}) == {"a": ["a/0=1"]}
     layouts = {"w": Layout((4,), F32, MESH), "v": [Layout((2,), F32, MESH, ("tp",))]}
     assert tree.map(lambda layout: layout.shape, layouts) == {"w": (4,), "v": [(2,)]}
     assert tree.map(lambda a, layout: layout.shape, {"w": 0, "v": [0]}, layouts) == {"w": (4,), "v": [(2,)]}
@@ -90,14 +92,14 @@ def test_zeros_like_works_on_tensors_and_on_specs():
 
 def test_arithmetic():
     a = {"x": torch.tensor([1.0, 2.0]), "y": [torch.tensor(3.0, dtype=torch.bfloat16)]}
-    assert tree.squared_norm(a) == 14 and tree.squared_norm(a).dtype is F32
-    assert tree.dot(a, tree.add(a, a)) == 28 and tree.squared_norm({}) == 0
+    assert squared_norm(a) == 14 and squared_norm(a).dtype is F32
+    assert dot(a, tree.add(a, a)) == 28 and squared_norm({}) == 0
     assert tree.leaves(tree.subtract(a, a))[0].eq(0).all()
     half = tree.scale(a, 0.5)
     assert half["y"][0].dtype is torch.bfloat16 and half["y"][0] == 1.5
-    assert tree.cast(a, torch.float64)["y"][0].dtype is torch.float64
+    assert cast(a, torch.float64)["y"][0].dtype is torch.float64
     assert tree.count(a) == 3 and tree.count(specs()) == 97
-    assert tree.squared_norm(tree.cast(a, torch.float64)).dtype is torch.float64
+    assert squared_norm(cast(a, torch.float64)).dtype is torch.float64
 
 
 def test_dump_is_one_line_a_leaf():

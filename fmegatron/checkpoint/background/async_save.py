@@ -27,18 +27,19 @@ from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
 from fmegatron.checkpoint.dicts.described import described
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
-from fmegatron.collectives import held_interrupt
+from fmegatron.collectives import interrupt
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 
 def save_async(
     path: str | os.PathLike | Store,
-    state: tree.Tree,
-    layouts: tree.Tree = None,
+    state: structure.Tree,
+    layouts: structure.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,
@@ -89,7 +90,7 @@ class _Known:
         """The leaves of a state that surely fits; None: `tree.check` has to look, which takes longer."""
         if not self.shapes:
             self.shapes = [layout.local_shape(rank) for layout in self.leaves]
-        _, tensors, spec = tree.flatten(state)
+        _, tensors, spec = structure.flatten(state)
         fits = spec == self.spec and all(
             isinstance(x, torch.Tensor) and x.shape == shape and x.dtype is layout.dtype
             for x, shape, layout in zip(tensors, self.shapes, self.leaves, strict=True)
@@ -154,8 +155,8 @@ class AsyncSaver:
     def save(
         self,
         path: str | os.PathLike | Store,
-        state: tree.Tree,
-        layouts: tree.Tree = None,
+        state: structure.Tree,
+        layouts: structure.Tree = None,
         world: Ranks | None = None,
         metadata: dict[str, Any] | None = None,
         *,
@@ -170,7 +171,7 @@ class AsyncSaver:
         """
         flights, handle, began = self._flights, None, time.perf_counter()
         try:
-            with held_interrupt() as pressed:
+            with interrupt.held_interrupt() as pressed:
                 handle, known, tensors, what = self._begin(path, state, layouts, world, metadata, step, finite, pressed)
                 handle.began = began
                 if begun is not None:
@@ -242,7 +243,7 @@ class AsyncSaver:
             if draft and handle not in flights.pending:
                 store.end(draft)
 
-    def reserve(self, layouts: tree.Tree, world: Ranks | None = None) -> None:
+    def reserve(self, layouts: structure.Tree, world: Ranks | None = None) -> None:
         """Make the plan, take the memory for a state of these layouts, and wait until the writer is ready.
 
         Call it before training; otherwise the first save does it (but for the waiting). Raises ValueError, OSError.

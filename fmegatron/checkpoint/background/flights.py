@@ -18,7 +18,7 @@ from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.process import WriterProcess
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.collectives import held_interrupt
+from fmegatron.collectives import interrupt
 
 START_S = 120.0  # a fresh Python that imports torch on a busy node
 LOOK_S = 0.05
@@ -86,7 +86,7 @@ class Flights:
         there and RuntimeError on the others. so: what the messages state of the save then.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        with held_interrupt() as pressed:
+        with interrupt.held_interrupt() as pressed:
             while not ended():
                 late = end is not None and time.monotonic() >= end
                 interrupted, late_rank = self.advance(bool(pressed), late)
@@ -108,7 +108,7 @@ class Flights:
         Returns the first rank that is interrupted and the first that is late, None for none. Ctrl-C is raised after
         it: what ends on one rank ends on all.
         """
-        with held_interrupt():
+        with interrupt.held_interrupt():
             return self._advance(interrupted, late)
 
     def _advance(self, interrupted: bool, late: bool) -> tuple[int | None, int | None]:
@@ -134,7 +134,7 @@ class Flights:
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take the writer's reports, waiting for the first; see whether it is dead or stuck. No Ctrl-C loses one."""
-        with held_interrupt():
+        with interrupt.held_interrupt():
             self._listen(timeout_s)
 
     def _listen(self, timeout_s: float) -> None:
@@ -168,7 +168,7 @@ class Flights:
         """`Handle.abandon`."""
         if handle.done:
             return
-        with held_interrupt():
+        with interrupt.held_interrupt():
             self._stop(handle)
             handle.world.agree(None, handle.what)
             self._clear(handle)

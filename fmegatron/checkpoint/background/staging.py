@@ -19,8 +19,7 @@ from fmegatron.checkpoint.files.format import ALIGN_BYTES
 from fmegatron.checkpoint.files.torch_private import copy_all
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
 from fmegatron.checkpoint.writing.write import Chunks
-from fmegatron.layout import Box
-from fmegatron.layout.boxes import row_major_strides
+from fmegatron.layout import Box, boxes
 
 _GROUP_BYTES = 64 << 20  # written between two signs of progress
 _PART_BYTES = 8 << 20  # copied by a thread at a time
@@ -44,7 +43,7 @@ class Slot:
         """The same chunks as boxes of the slot, where they are one after another."""
         found, at = [], 0
         for index, box in self.chunks or ():
-            found.append((index, Box(box.start, box.shape, at, row_major_strides(box.shape))))
+            found.append((index, Box(box.start, box.shape, at, boxes.row_major_strides(box.shape))))
             at += box.size
         return found
 

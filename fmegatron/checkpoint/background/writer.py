@@ -32,7 +32,7 @@ import torch
 from fmegatron.checkpoint.background.arena import SAVE, TICKS, WRITTEN, map_board, map_memory
 from fmegatron.checkpoint.background.staging import groups, portions
 from fmegatron.checkpoint.background.wire import Channel, plans_from_json
-from fmegatron.checkpoint.files.open_store import store_from_json
+from fmegatron.checkpoint.files.stores import store_from_json
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.write import write_part
 

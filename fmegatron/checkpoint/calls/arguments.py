@@ -12,6 +12,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.collectives import World
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 MOST_SAVED_STEP = 10**18
 _MOST_DEPTH = 100  # of metadata: readers of JSON have a bound, and a value that contains itself has none
@@ -21,7 +22,7 @@ _WORLD = ("agree", "broadcast_text", "gather_rows", "minimum", "exchange")
 
 def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout], Any]:
     """(paths, layouts, tree spec) of a tree of Layouts or ArraySpecs. Raises ValueError for another leaf."""
-    paths, leaves, spec = tree.flatten(layouts)
+    paths, leaves, spec = structure.flatten(layouts)
     for path, x in zip(paths, leaves, strict=True):
         if not isinstance(x, Layout | tree.ArraySpec):
             hint = "; is it the state? the layouts come after it" if isinstance(x, torch.Tensor) else ""

@@ -21,7 +21,7 @@ import torch
 from fmegatron import tree
 from fmegatron.checkpoint.dicts.values import from_json, to_json
 from fmegatron.layout import Layout
-from fmegatron.tree.structure import fields_of
+from fmegatron.tree import structure
 
 ARRAY, SCALAR = "array", "scalar"  # numpy's, in `containers`
 Array = torch.Tensor | np.ndarray | np.generic | Layout | tree.ArraySpec
@@ -86,7 +86,7 @@ def _items(node: Any) -> list[tuple[Any, Any]] | None:
     """What is in a container that is walked into; None for a leaf."""
     if isinstance(node, Mapping):
         return list(node.items()) or None
-    if (fields := fields_of(node)) is not None:
+    if (fields := structure.fields_of(node)) is not None:
         return list(zip(fields, node, strict=True)) or None
     if isinstance(node, list | tuple) and any(map(_holds_more, node)):
         return list(enumerate(node))
@@ -94,7 +94,7 @@ def _items(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _holds_more(item: Any) -> bool:
-    return isinstance(item, Mapping | Array) or (fields_of(item) is not None) or (
+    return isinstance(item, Mapping | Array) or (structure.fields_of(item) is not None) or (
         isinstance(item, list | tuple) and any(map(_holds_more, item))
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def _kind(node: Any, path: str) -> Any:
     """What the paths do not determine: None for dicts whose keys are parts of paths, and for NamedTuples."""
     if isinstance(node, list):
         return "list"
-    if fields_of(node) is not None:
+    if structure.fields_of(node) is not None:
         return None
     if isinstance(node, tuple):
         return "tuple"
@@ -207,4 +207,4 @@ def rebuilt(node: Any, leaves: Mapping[str, Any], in_place: bool, path: str = ""
         return node
     if all(a is b for a, b in zip(node, values, strict=True)):
         return node
-    return type(node)(*values) if fields_of(node) is not None else tuple(values)
+    return type(node)(*values) if structure.fields_of(node) is not None else tuple(values)

@@ -18,8 +18,7 @@ import threading
 from collections.abc import Callable, Collection
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
-from fmegatron.files import whole
-from fmegatron.files.look import identity, is_file, is_link, is_there, look, names_in
+from fmegatron.files import disk, whole
 
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
 _TRIES = 100  # of a publication that other savers of the same name come between
@@ -27,13 +26,13 @@ _TRIES = 100  # of a publication that other savers of the same name come between
 
 def is_complete(path: str) -> bool:
     """Whether a directory was written to its end (its content is checked when it is read). Raises OSError."""
-    return is_file(os.path.join(path, MARKER))
+    return disk.is_file(os.path.join(path, MARKER))
 
 
 def checkpoint_around(path: str) -> str | None:
     """The checkpoint in whose directory the path would be. What is put there goes when that one is saved again."""
     at = os.path.dirname(os.path.realpath(path))
-    while not (is_complete(at) and is_file(os.path.join(at, MANIFEST))):
+    while not (is_complete(at) and disk.is_file(os.path.join(at, MANIFEST))):
         at, below = os.path.dirname(at), at
         if at == below:
             return None
@@ -50,7 +49,7 @@ def hidden_name(path: str) -> re.Match[str]:
 def hidden_siblings(path: str, *kinds: str) -> list[tuple[str, str]]:
     """(path, token) of the hidden directories of these kinds that belong to the checkpoint `path`."""
     parent, name = os.path.split(path)
-    found = ((n, HIDDEN.fullmatch(n)) for n in names_in(parent))
+    found = ((n, HIDDEN.fullmatch(n)) for n in disk.names_in(parent))
     return [(os.path.join(parent, n), m[3]) for n, m in found if m and m[1] == name and m[2] in kinds]
 
 
@@ -60,7 +59,7 @@ def resolve(path: str | os.PathLike, of: Collection[str] | None = None) -> str:
     of: tokens of the saves that count; None: all.  Raises OSError.
     """
     path = os.path.realpath(os.fspath(path))
-    if not is_there(path):
+    if not disk.is_there(path):
         # Only such a crash leaves an "old" without the name itself. Both are complete; the new one was decided upon.
         for old, token in hidden_siblings(path, "old"):
             if of is not None and token not in of:
@@ -73,7 +72,7 @@ def resolve(path: str | os.PathLike, of: Collection[str] | None = None) -> str:
 
 def finish(path: str, of: Collection[str]) -> None:
     """Give a checkpoint its name back that one of these re-saves had when it was killed between two renames."""
-    if not is_there(path) and (found := resolve(path, of)) != path:
+    if not disk.is_there(path) and (found := resolve(path, of)) != path:
         # Another process may do the same, or save this one: then one of them has the name, and both are complete.
         with contextlib.suppress(FileNotFoundError):
             _rename_unless_there(found, path)
@@ -82,7 +81,7 @@ def finish(path: str, of: Collection[str]) -> None:
 def take_back(path: str, token: str) -> None:
     """Give the checkpoint its name back that this save has hidden; if something has the name, delete what is hidden."""
     old = hidden(path, "old", token)
-    if is_there(old) and (is_there(path) or not _rename_unless_there(old, path)):
+    if disk.is_there(old) and (disk.is_there(path) or not _rename_unless_there(old, path)):
         discard(old, path)
 
 
@@ -118,7 +117,7 @@ def discard(left: str, path: str) -> None:
     deleted bit by bit ever takes the name of a checkpoint. Raises OSError.
     """
     gone = left
-    if hidden_name(left)[2] != "gone" and is_there(left):
+    if hidden_name(left)[2] != "gone" and disk.is_there(left):
         gone = hidden(path, "gone", new_token())
         try:
             os.rename(left, gone)
@@ -136,7 +135,7 @@ def renamed_away(path: str, kind: str = "gone") -> str:
 
 def remove(path: str, stop: threading.Event | None = None) -> None:
     """Delete a directory tree, its marker first, file by file until `stop`. Raises its first OSError, at the end."""
-    if is_link(path):  # a user's link to another place: the link goes, and nothing else
+    if disk.is_link(path):  # a user's link to another place: the link goes, and nothing else
         os.remove(path)
         return
     failed: list[OSError] = []
@@ -166,7 +165,7 @@ def remove(path: str, stop: threading.Event | None = None) -> None:
 def make_directories(path: str) -> None:
     """Make a directory and what is missing above it; a power cut does not lose them. Raises OSError."""
     missing = []
-    while not is_there(path):
+    while not disk.is_there(path):
         missing.append(path)
         path = os.path.dirname(path)
     for at in reversed(missing):
@@ -199,15 +198,15 @@ def is_mount_point(path: str) -> bool:
 
 def _take_name(new: str, path: str, token: str) -> Callable[[], bool]:
     """Give `new` the name `path`, and hide what had it; returns what undoes that. Raises OSError: nothing changed."""
-    old, ours = hidden(path, "old", token), identity(new)
+    old, ours = hidden(path, "old", token), disk.identity(new)
     for _ in range(_TRIES):
-        if not is_there(path):
+        if not disk.is_there(path):
             if _rename_unless_there(new, path):
                 return lambda: _hide_again(path, new, ours, os.rename)
             continue
         if _exchange(new, path):
             return lambda: _hide_again(path, new, ours, _exchange_again)
-        if not is_there(new):
+        if not disk.is_there(new):
             raise FileNotFoundError(errno.ENOENT, "was taken away by another process before it had its name", new)
         # Between two renames the name is missing, but `resolve` finds both: there is no moment without a complete one.
         discard(old, path)  # of a try before
@@ -229,10 +228,10 @@ def _hide_again(path: str, new: str, ours: tuple[int, int], swap: Callable[[str,
 
     That one was reported as saved: it must not be hidden with a save that failed.
     """
-    if look(lambda: identity(path), None) != ours:
+    if disk.look(lambda: disk.identity(path), None) != ours:
         return False
     swap(path, new)
-    if identity(new) == ours:
+    if disk.identity(new) == ours:
         return True
     swap(new, path)  # the other one came between the look and the swap
     return False

@@ -24,18 +24,7 @@ from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, ali
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
-from fmegatron.files import whole
-from fmegatron.files.look import (
-    files_below,
-    identity,
-    is_directory,
-    is_there,
-    look,
-    names_in,
-    open_safely,
-    read_part,
-    tree_stamp,
-)
+from fmegatron.files import disk, whole
 
 _FSYNCS = 8  # a disk takes many at a time
 _LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
@@ -87,14 +76,14 @@ class Folder:
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Bytes of a file."""
-        return read_part(lambda: self._open(name), start, size)
+        return disk.read_part(lambda: self._open(name), start, size)
 
     @contextmanager
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]] = ()) -> Iterator[_FileReader]:
         """A file for positioned reads."""
-        fd = look(lambda: self._open(name))
+        fd = disk.look(lambda: self._open(name))
         try:
-            found = look(lambda: os.fstat(fd))
+            found = disk.look(lambda: os.fstat(fd))
             if not stat.S_ISREG(found.st_mode) or found.st_size != size:
                 raise OSError(errno.EINVAL, f"has {found.st_size} bytes, wanted {size}")
             yield _FileReader(fd)
@@ -102,11 +91,11 @@ class Folder:
             os.close(fd)
 
     def _open(self, name: str) -> int:
-        return open_safely(self.at(name)) if self.held is None else self.held.open(name)
+        return disk.open_safely(self.at(name)) if self.held is None else self.held.open(name)
 
     def identity(self) -> tuple[int, int]:
         """Device and number of the directory: no other has them while it is held."""
-        return identity(self.held.fd if self.held is not None else self.root)
+        return disk.identity(self.held.fd if self.held is not None else self.root)
 
     def inside(self, name: str) -> bool:
         """Whether no part of the name is a link."""
@@ -155,15 +144,15 @@ class Folder:
     def names(self) -> list[str]:
         """All files, sorted."""
         if self.held is None:
-            below, top = files_below(self.root), self.root
+            below, top = disk.files_below(self.root), self.root
         else:
-            below, top = files_below(".", self.fd), "."
+            below, top = disk.files_below(".", self.fd), "."
         return sorted(os.path.relpath(os.path.join(folder, f), top) for folder, _, files in below for f in files)
 
     def sync(self) -> None:
         """Make the names in all directories durable; the files are."""
         with ThreadPoolExecutor(_FSYNCS) as pool:
-            list(pool.map(whole.sync_directory, [folder for folder, _, _ in files_below(self.root)]))
+            list(pool.map(whole.sync_directory, [folder for folder, _, _ in disk.files_below(self.root)]))
 
     def delete(self) -> None:
         """Remove the directory, its marker first."""
@@ -175,7 +164,7 @@ class _FileReader:
     fd: int
 
     def read_into(self, into: np.ndarray, offset: int) -> int:
-        return look(lambda: os.preadv(self.fd, [into.data], offset))
+        return disk.look(lambda: os.preadv(self.fd, [into.data], offset))
 
 
 @dataclass(frozen=True)
@@ -201,7 +190,7 @@ class FolderStore:
     def limits(self) -> tuple[int, int]:
         """Those of the file system, for files in the hidden directory."""
         at = os.path.dirname(self.path)
-        while not is_there(at):
+        while not disk.is_there(at):
             at = os.path.dirname(at)
         try:
             part, longest = os.pathconf(at, "PC_NAME_MAX"), os.pathconf(at, "PC_PATH_MAX")
@@ -247,7 +236,7 @@ class FolderStore:
         with settling(storage.lease):
             # Interrupted between the two renames of `publish`, the name is still missing.
             commit.take_back(self.path, commit.hidden_name(storage.root)[3])
-            if is_there(storage.root):
+            if disk.is_there(storage.root):
                 commit.remove(storage.root)
 
     def withdraw(self) -> Folder:
@@ -264,7 +253,7 @@ class FolderStore:
 
     def asides(self) -> list[tuple[str, Folder]]:
         """Directories that `set_aside` has hidden here, with the names that they had. Raises OSError."""
-        found = ((name, commit.HIDDEN.fullmatch(name)) for name in names_in(self.path))
+        found = ((name, commit.HIDDEN.fullmatch(name)) for name in disk.names_in(self.path))
         return [(m[1], Folder(os.path.join(self.path, name))) for name, m in found if m and m[2] == "aside"]
 
     def delete_aside(self, storage: Storage) -> None:
@@ -277,12 +266,14 @@ class FolderStore:
 
     def children(self) -> list[str]:
         """Names of directories, and of such as a crash has left under a hidden name only. Raises OSError."""
-        names = {re.sub(r"^\.(.+)\.old-[0-9a-f]+$", r"\1", name) for name in names_in(self.path)}
+        names = {re.sub(r"^\.(.+)\.old-[0-9a-f]+$", r"\1", name) for name in disk.names_in(self.path)}
         return sorted(name for name in names if not name.startswith("."))
 
     def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
         """Remove what dead saves and deletions left of such children; finish a re-save that was killed half-way."""
-        names = {m[1] for name in names_in(self.path) if (m := _LEFT.fullmatch(name)) and re.fullmatch(pattern, m[1])}
+        names = {
+            m[1] for name in disk.names_in(self.path) if (m := _LEFT.fullmatch(name)) and re.fullmatch(pattern, m[1])
+        }
         failed: list[OSError] = []
         for name in sorted(names.difference(keep)):
             try:
@@ -301,13 +292,13 @@ class FolderStore:
             raise ValueError(f"{self.path!a}: got a path with {why}, wanted one that tensorstore writes to; rename it")
         if (around := commit.checkpoint_around(self.path)) is not None:
             raise ValueError(f"{self.path}: got a path inside of the checkpoint {around}, wanted one beside it")
-        if not is_there(self.path):
+        if not disk.is_there(self.path):
             return
-        if not is_directory(self.path):
+        if not disk.is_directory(self.path):
             raise ValueError(f"{self.path}: {_TAKEN}")
         if commit.is_mount_point(self.path):
             raise ValueError(f"{self.path}: got a mount point, wanted a path below one, as no rename replaces it")
-        names = names_in(self.path)
+        names = disk.names_in(self.path)
         if names and not {MARKER, MANIFEST} & set(names):
             raise ValueError(f"{self.path}: {_TAKEN}")
 
@@ -338,7 +329,7 @@ class FolderStore:
         notes, note = self.above().notes(), saving_note(os.path.basename(self.path), token)
         if notes.read(note) is not None:
             return alive(notes, note, watch)
-        return Holder() if watch.quiet_s(path, tree_stamp(path)) < LEASE_S else None
+        return Holder() if watch.quiet_s(path, disk.tree_stamp(path)) < LEASE_S else None
 
     def above(self) -> FolderStore:
         """The directory that it is in."""

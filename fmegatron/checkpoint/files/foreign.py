@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fmegatron.checkpoint.files.storage import Storage
-from fmegatron.files.look import is_file, names_in
+from fmegatron.files import disk
 
 _SOURCE = "checkpoint.restore(interop.source(path), layouts, rules=...) restores it"
 _DCP = f"{_SOURCE}, and `python -m fmegatron.interop dcp-to-fmegatron SRC DST` writes it as a checkpoint of fmegatron"
@@ -60,7 +60,7 @@ def recognized(storage: Storage, run: bool = False) -> str | None:
             f"this is a directory of checkpoints: name one of them, e.g. {steps[-1]}, or use"
             " checkpoint.Manager(path).restore_latest"
         )
-    if not run and is_file(storage.text):
+    if not run and disk.is_file(storage.text):
         return f"this is a file: {_HUGGING_FACE if storage.text.endswith('.safetensors') else 'wanted a directory'}"
     return None
 
@@ -75,6 +75,6 @@ def _holds(storage: Storage, name: str, word: str) -> bool:
 
 def _steps(folder: str) -> list[str]:
     try:
-        return [name for name in names_in(folder) if _STEP.fullmatch(name)]
+        return [name for name in disk.names_in(folder) if _STEP.fullmatch(name)]
     except OSError:
         return []

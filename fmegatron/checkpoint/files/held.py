@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from fmegatron.files.look import identity, look, open_safely
+from fmegatron.files import disk
 
 # Hold a directory: on Linux without reading it, which those who may only pass through it may, too.
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -21,7 +21,7 @@ class Held:
         self._path, self._fd, self._identity, self._error = path, None, None, None
         try:
             self._fd = self._opened()
-            self._identity = identity(self._fd)
+            self._identity = disk.identity(self._fd)
         except OSError as error:
             self._error = error
 
@@ -36,20 +36,20 @@ class Held:
     def open(self, name: str) -> int:
         """A descriptor of a file in the directory. Raises OSError."""
         try:
-            return open_safely(name, self.fd)
+            return disk.open_safely(name, self.fd)
         except OSError as error:
             if error.errno == errno.ESTALE:
                 self._renew()
             raise
 
     def _opened(self) -> int:
-        return look(lambda: os.open(self._path, _HOLD))
+        return disk.look(lambda: os.open(self._path, _HOLD))
 
     def _renew(self) -> None:
         """On a network file system a handle goes stale when its directory is deleted, or when the server restarts."""
         fd = self._opened()
         try:
-            if identity(fd) != self._identity:
+            if disk.identity(fd) != self._identity:
                 raise FileNotFoundError(errno.ENOENT, "was taken away", self._path)
             os.dup2(fd, self.fd, inheritable=False)
         finally:

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING
 
 from fmegatron.checkpoint.files.commit import new_token
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.collectives import held_interrupt
-from fmegatron.files.owner import fate, host, owner
+from fmegatron.collectives import interrupt
+from fmegatron.files import owners
+from fmegatron.files.owners import host, owner
 
 if TYPE_CHECKING:
     from fmegatron.checkpoint.files.keyvalue import KeyNotes
@@ -115,7 +116,9 @@ class Lease:
         self._dropped = weakref.finalize(self, self._note.forsake)
         self._dropped.atexit = False
         try:
-            with held_interrupt():  # a Ctrl-C in between would leave a note that counts as long as this process lives
+            with (
+                interrupt.held_interrupt()
+            ):  # a Ctrl-C in between would leave a note that counts as long as this process lives
                 self._note.write()
                 self._thread.start()
         except BaseException:
@@ -134,7 +137,7 @@ class Lease:
 
     def release(self) -> None:
         """Take the note back; a second time does nothing. A disk that does not answer is not waited for."""
-        with held_interrupt():
+        with interrupt.held_interrupt():
             if self._dropped.detach() is None or os.getpid() != self._note.pid:
                 return
             self._note.done.set()
@@ -214,7 +217,7 @@ def reading(notes: Notes | KeyNotes, name: str) -> Iterator[None]:
     """
     lease = None
     try:
-        with held_interrupt(), contextlib.suppress(OSError):
+        with interrupt.held_interrupt(), contextlib.suppress(OSError):
             lease = Lease(notes, f".{name}.reading-{new_token()}")
         until, watch = time.monotonic() + _YIELD_S, Watch()
         with contextlib.suppress(OSError):  # notes that cannot be read protect no reader, and must not stop a reader
@@ -238,7 +241,7 @@ def leaving(notes: Notes | KeyNotes, name: str, watch: Watch, pins: bool = True)
             notes.write(note, json.dumps(_signed()).encode())
         yield why_held(notes, name, watch, pins)
     finally:
-        with held_interrupt(), contextlib.suppress(OSError):
+        with interrupt.held_interrupt(), contextlib.suppress(OSError):
             notes.remove(note)
 
 
@@ -284,7 +287,7 @@ def alive(notes: Notes | KeyNotes, note: str, watch: Watch, lease_s: float | Non
         whose, where, since = str(value.get("owner")), str(value.get("host", "")), float(value["time"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None  # notes are put in place complete: not one of ours
-    state = fate(whose)
+    state = owners.fate(whose)
     if state == "unknown":
         stamp = notes.stamp(note)
         quiet = lease_s if stamp is None else watch.quiet_s(note, stamp)

@@ -24,8 +24,7 @@ from fmegatron.checkpoint.files.parse import (
     parse_mesh,
 )
 from fmegatron.checkpoint.files.storage import Storage
-from fmegatron.files.look import check_damage, is_directory, is_file
-from fmegatron.files.strict_json import MOST_BYTES, check_memory, parse_json
+from fmegatron.files import disk, strict_json
 from fmegatron.layout import Layout, Mesh
 
 # ---- JSON out
@@ -74,7 +73,7 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     }
     data = ("{\n" + ",\n".join(f' "{k}": {v}' for k, v in rows.items()) + "\n}\n").encode()
     try:
-        check_memory(data)
+        strict_json.check_memory(data)
     except ValueError as error:
         raise ValueError(
             f"metadata and {len(leaves)} leaves: got a manifest that no reader takes ({error}), wanted a smaller"
@@ -101,7 +100,7 @@ def marker_to_json(manifest_bytes: bytes, version: int = VERSION) -> bytes:
 def load_json(data: bytes, where: str) -> dict[str, Any]:
     """A JSON object without duplicate keys, NaN or infinity. Raises CheckpointError."""
     try:
-        return parse_json(data)
+        return strict_json.parse_json(data)
     except ValueError as error:
         raise CheckpointError(
             f"{where}: not the JSON that was written ({str(error)[:200]}); {RESTORE_ANOTHER}"
@@ -127,13 +126,15 @@ def read_manifest(storage: Storage) -> Manifest:
     for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
         if found is None:
             raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
-    if type(want[0]) is not int or not 0 <= want[0] <= MOST_BYTES:
+    if type(want[0]) is not int or not 0 <= want[0] <= strict_json.MOST_BYTES:
         got = f"{want[0]!r:.40} for the size of the manifest"
-        raise CheckpointError(f"{marker_at}: got {got}, wanted at most {MOST_BYTES} bytes; {RESTORE_ANOTHER}")
+        raise CheckpointError(
+            f"{marker_at}: got {got}, wanted at most {strict_json.MOST_BYTES} bytes; {RESTORE_ANOTHER}"
+        )
     try:
         data = storage.read(MANIFEST, 0, want[0] + 1)
     except OSError as error:
-        check_damage(error, manifest_at)
+        disk.check_damage(error, manifest_at)
         raise CheckpointError(f"{manifest_at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (len(data), digest_text(data)) != want:
         raise CheckpointError(
@@ -154,14 +155,14 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
     try:
         marker = load_json(storage.read(MARKER, 0, _MARKER_BYTES), at)
     except (FileNotFoundError, NotADirectoryError):
-        what = "is a directory, but holds no complete checkpoint" if is_directory(root) else "does not exist"
-        what = "is a file" if is_file(root) else what
+        what = "is a directory, but holds no complete checkpoint" if disk.is_directory(root) else "does not exist"
+        what = "is a file" if disk.is_file(root) else what
         hint = recognized(storage) or "check the path, or restore another step"
         raise CheckpointError(
             f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end; {hint}"
         ) from None
     except OSError as error:
-        check_damage(error, at)
+        disk.check_damage(error, at)
         raise CheckpointError(f"{at}: cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if (marker.get("format"), marker.get("store")) == (FORMAT, "ocdbt"):
         raise CheckpointError(

@@ -27,8 +27,8 @@ from fmegatron.checkpoint.files.format import (
     StoredLeaf,
     dtype_of,
 )
-from fmegatron.files.strict_json import no_collection
-from fmegatron.layout import Box, Layout, Mesh, dtype_name
+from fmegatron.files import strict_json
+from fmegatron.layout import Box, Layout, Mesh, dtypes
 
 _MOST_DIMS = 64  # torch's own bound
 _MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
@@ -43,7 +43,7 @@ _PART = r"(?!zarr\.json(?:/|$))[A-Za-z0-9_%\-][A-Za-z0-9_.%\-]*"
 _NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
 
 
-@no_collection()
+@strict_json.no_collection()
 def parse_manifest(value: dict[str, Any]) -> Manifest:
     """The manifest of parsed JSON, every type and size checked. Raises ValueError naming the leaf or array."""
     name, arrays, leaves, used = "manifest", {}, {}, {}  # used: bytes of each array that leaves have, and padding
@@ -94,7 +94,7 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
             _names(entry)
     row = {
         "shape": list(leaf.shape),
-        "dtype": dtype_name(dtype_of(leaf.dtype)),
+        "dtype": dtypes.dtype_name(dtype_of(leaf.dtype)),
         "spec": spec,
         "flat": list(_names(_child(leaf.layout, "flat", list))),
         "unreduced": [],
@@ -247,7 +247,7 @@ def _check_paths(leaves: dict[str, Any]) -> None:
 def _known(dtype: str) -> int:
     """Bytes of an element of a dtype that a state can have."""
     found = dtype_of(dtype)
-    dtype_name(found)
+    dtypes.dtype_name(found)
     return found.itemsize
 
 

@@ -15,7 +15,7 @@ from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.local.shard import Shard
 from fmegatron.checkpoint.reading.fetch import Fetch
 from fmegatron.checkpoint.writing.plan import LeafPlan
-from fmegatron.layout import Box, row_major_strides
+from fmegatron.layout import Box, boxes
 
 _MOST_TEXTS = 8  # failing ranks that are quoted, of maybe thousands
 
@@ -136,7 +136,7 @@ Place = tuple[LeafPlan, Box, torch.Tensor]  # a leaf, a box of it, and the memor
 
 
 def _full(p: LeafPlan) -> Box:
-    return Box((0,) * len(p.layout.shape), p.layout.shape, 0, row_major_strides(p.layout.shape))
+    return Box((0,) * len(p.layout.shape), p.layout.shape, 0, boxes.row_major_strides(p.layout.shape))
 
 
 def _places(portion: Portion, plans: Sequence[LeafPlan], memory: torch.Tensor) -> Iterator[Place]:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError, digest
@@ -27,7 +26,7 @@ from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.reading.read import rank_of
 from fmegatron.checkpoint.writing.plan import LeafPlan
 from fmegatron.layout import Layout
-from fmegatron.tree.labels import labelled
+from fmegatron.tree import labels, structure
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ def recover(
                     fallback.rewind(step)  # newer global ones, if there are any, were skipped
                 except RuntimeError as error:
                     notes.append(f"the next save into {fallback.directory} may be refused as too old: {error}")
-            placed = [labelled(x, layout) for x, layout in zip(tensors, leaves, strict=True)]
-            return Found(step, tree.unflatten(spec, placed), metadata, holders)
+            placed = [labels.labelled(x, layout) for x, layout in zip(tensors, leaves, strict=True)]
+            return Found(step, structure.unflatten(spec, placed), metadata, holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):
         step, state, meta = fallback(layouts)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
@@ -24,6 +23,7 @@ from fmegatron.checkpoint.local.shard import Content
 from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.writing.saving import agreed, check_names, check_request
+from fmegatron.tree import structure
 
 
 class Handle:
@@ -152,8 +152,8 @@ class LocalReplicas:
     def save(
         self,
         step: int,
-        state: tree.Tree,
-        layouts: tree.Tree,
+        state: structure.Tree,
+        layouts: structure.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -179,8 +179,8 @@ class LocalReplicas:
     def save_async(
         self,
         step: int,
-        state: tree.Tree,
-        layouts: tree.Tree,
+        state: structure.Tree,
+        layouts: structure.Tree,
         metadata: dict[str, Any] | None = None,
         *,
         finite: bool | None = None,
@@ -242,7 +242,7 @@ class LocalReplicas:
 
     def restore_latest(
         self,
-        layouts: tree.Tree,
+        layouts: structure.Tree,
         *,
         fallback: Manager | Callable[..., tuple[int, Any, dict[str, Any]]] | None = None,
         device: str | torch.device | None = None,

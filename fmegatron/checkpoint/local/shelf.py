@@ -20,7 +20,7 @@ from fmegatron.checkpoint.files.leases import Watch, alive, saving_note
 from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.local.shard import Key, Shard, draft_name, open_shard, parse_name, shard_name
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
-from fmegatron.files.look import is_directory, is_link, names_in
+from fmegatron.files import disk
 
 _ABANDONED = ".abandoned"
 _SAVING = re.compile(re.escape(saving_note("?", "?")).replace(r"\?", ".+"))
@@ -57,7 +57,7 @@ class Shelf:
             return {}, [f"{self.path}: cannot be read ({error.strerror})"], True
         for key, place in keys.items():
             try:
-                if is_link(place.path):
+                if disk.is_link(place.path):
                     raise CheckpointError(f"{place.path}: cannot be read: it is a link, wanted a directory")
                 shard = open_shard(place)
                 if shard.about["run"] != run:
@@ -94,7 +94,7 @@ class Shelf:
                     f"{os.path.join(self.path, note)}: got a save while another one is under way ({holder}), wanted one"
                     " at a time; wait for its result(), and give every run its own name"
                 )
-        for name in names_in(self.path):
+        for name in disk.names_in(self.path):
             if (m := commit.HIDDEN.fullmatch(name)) and m[2] != "aside":
                 path = os.path.join(self.path, m[1])
                 commit.finish(path, {m[3]})
@@ -133,7 +133,7 @@ class Shelf:
 def remove(place: FolderStore) -> None:
     """Take a shard away in one step, then delete it. Raises OSError, but not for one that is gone."""
     try:
-        if is_link(place.path) or is_directory(place.path):
+        if disk.is_link(place.path) or disk.is_directory(place.path):
             place.withdraw().delete()
         else:
             os.remove(place.path)

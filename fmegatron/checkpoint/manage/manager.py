@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fmegatron import tree
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
@@ -39,6 +38,7 @@ from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.manage.tracker import LATEST, Latest, write_latest
 from fmegatron.checkpoint.manage.walk import Found, Search
 from fmegatron.checkpoint.writing.saving import save
+from fmegatron.tree import structure
 
 _REPORTS = 100  # kept for a program that does not poll
 
@@ -184,8 +184,8 @@ class Manager:
     def save(
         self,
         step: int,
-        state: tree.Tree,
-        layouts: tree.Tree = None,
+        state: structure.Tree,
+        layouts: structure.Tree = None,
         metadata: dict[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
@@ -331,7 +331,7 @@ class Manager:
 
     def restore_latest(
         self,
-        target: tree.Tree = None,
+        target: structure.Tree = None,
         *,
         rank: int | None = None,
         prefer_finite: bool = True,
@@ -352,7 +352,7 @@ class Manager:
         return found.step, found.state, found.metadata
 
     def restore(
-        self, step: int, target: tree.Tree = None, *, rank: int | None = None, **options: Any
+        self, step: int, target: structure.Tree = None, *, rank: int | None = None, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 

@@ -14,13 +14,13 @@ from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
 from fmegatron.checkpoint.writing.part import check_written
-from fmegatron.files.look import is_there, look
+from fmegatron.files import disk
 
 _LOOKS = 20  # at a directory in which steps come and go
 
@@ -96,7 +96,7 @@ class Steps:
             return []
         found = [s for s in self._steps(self.store.children(), above) if not self.place(s).is_complete()]
         # They may have been deleted or saved again between the two looks.
-        return [s for s in found if is_there(self.place(s).text) and not self.place(s).is_complete()]
+        return [s for s in found if disk.is_there(self.place(s).text) and not self.place(s).is_complete()]
 
     def _steps(self, names: Collection[str], above: int) -> list[int]:
         matches = (leases.STEP.fullmatch(name) for name in names)
@@ -151,9 +151,9 @@ class Steps:
     def _marker(self, step: int) -> Any:
         """What differs when a step was saved again."""
         if not self.renames:
-            return look(lambda: self.place(step).locate().read(MARKER), None)
+            return disk.look(lambda: self.place(step).locate().read(MARKER), None)
         at = os.path.join(commit.resolve(self.place(step).text), MARKER)
-        found = look(lambda: os.stat(at), None)
+        found = disk.look(lambda: os.stat(at), None)
         return found and (found.st_ino, found.st_mtime_ns, found.st_size)
 
     def note_saved(self, step: int) -> None:

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.stores import open_store
 
 LATEST, FORMAT = "latest", "fmegatron.latest"
 

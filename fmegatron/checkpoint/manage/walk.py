@@ -27,7 +27,7 @@ from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.report import state_bytes
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.reading.describe import describe
+from fmegatron.checkpoint.reading.descriptions import describe
 from fmegatron.checkpoint.reading.read import Asked, rank_of, restore_save
 from fmegatron.checkpoint.reading.target import Wanted, target_of
 

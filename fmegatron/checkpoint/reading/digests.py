@@ -9,7 +9,7 @@ import numpy as np
 from fmegatron.checkpoint.files.format import DIGESTS, Array, CheckpointError, digest_text
 from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER
 from fmegatron.checkpoint.files.saved import Save
-from fmegatron.files.look import check_damage
+from fmegatron.files import disk
 
 _MOST_BYTES = 1 << 20  # of digests that are read whatever they are the digests of
 
@@ -37,7 +37,7 @@ def stored_digests(save: Save, array: Array, leaf: str) -> np.ndarray:
             while done < data.nbytes and (got := reader.read_into(data[done:], start + done)):
                 done += got
     except OSError as error:
-        check_damage(error, at)
+        disk.check_damage(error, at)
         raise CheckpointError(f"{leaf}: {at} cannot be read ({error.strerror}); {RESTORE_ANOTHER}") from None
     if done < data.nbytes or digest_text(data) != array.digest:
         text = f"{leaf}: the digests of {array.name} in {at} were altered after the save"

@@ -31,7 +31,7 @@ from fmegatron.checkpoint.files.saved import Save
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.digests import stored_digests
-from fmegatron.files.look import check_damage
+from fmegatron.files import disk
 from fmegatron.layout import Box
 
 _JOB_BYTES = 16 << 20  # work is assigned to threads in jobs of about this size
@@ -128,7 +128,7 @@ class Fetch:
         try:
             data = self.storage.read(name, 0, 1 << 16)
         except OSError as error:
-            check_damage(error, what)
+            disk.check_damage(error, what)
             text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
         if data != wanted and load_json(data, what) != json.loads(wanted):
@@ -184,7 +184,7 @@ class _File:
                 size = math.prod(self.array.chunk) * self.array.itemsize
                 reader = stack.enter_context(self.storage.open(self.name, size, ranges))
             except OSError as error:
-                check_damage(error, f"{self.leaf}: {self.storage.at(self.name)}")
+                disk.check_damage(error, f"{self.leaf}: {self.storage.at(self.name)}")
                 what = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
                 raise self.error(what) from None
             yield reader
@@ -203,7 +203,7 @@ class _File:
             try:
                 got = reader.read_into(into[done:], offset + done)
             except OSError as error:
-                check_damage(error, f"{leaf() if leaf else self.leaf}: {self.storage.at(self.name)}")
+                disk.check_damage(error, f"{leaf() if leaf else self.leaf}: {self.storage.at(self.name)}")
                 raise self.error(f"cannot be read ({error.strerror})", leaf) from None
             if got == 0:
                 raise self.error(f"ends at byte {offset + done}", leaf)

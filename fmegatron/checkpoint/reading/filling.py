@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.files.open_store import open_store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules

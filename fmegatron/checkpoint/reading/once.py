@@ -18,7 +18,7 @@ from fmegatron.checkpoint.files.format import Leaf, bits
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.reading.source import Grain, Source
-from fmegatron.collectives import held_interrupt
+from fmegatron.collectives import interrupt
 from fmegatron.layout import Box, Layout
 
 _ROUND_BYTES = 32 << 20  # of all members in a round (a band of each at least), so most that is staged at a time
@@ -94,7 +94,7 @@ def exchange_all(exchanges: Sequence[Exchange], world: Ranks) -> bool:
     has to report; then nothing that was to be exchanged counts.
     """
     well, mine = True, None
-    with held_interrupt() as pressed:
+    with interrupt.held_interrupt() as pressed:
         for exchange in exchanges:  # groups that share a rank hear of an error through it
             well, error = exchange.run(world, well, pressed)
             mine = mine or error

@@ -24,7 +24,7 @@ from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.dicts.arrays import as_tensor
 from fmegatron.checkpoint.dicts.flat import Array, flatten
 from fmegatron.checkpoint.files.format import bits, digest
-from fmegatron.checkpoint.files.open_store import holding, open_store
+from fmegatron.checkpoint.files.stores import holding, open_store
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.agreed import on_one_save
 from fmegatron.checkpoint.reading.mapping import Rule
@@ -36,25 +36,25 @@ from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, strictness, unflatten_some, warn
 from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
-from fmegatron.tree.labels import labelled
+from fmegatron.tree import labels, structure
 
 
 def restore(
     path: Saved,
-    target: tree.Tree = None,
+    target: structure.Tree = None,
     *,
-    into: tree.Tree = None,
+    into: structure.Tree = None,
     world: Ranks | None = None,
     rank: int | None = None,
     strict: str = "error",
     rules: Sequence[Rule] = (),
     prefix: str = "",
-    initial: tree.Tree = None,
+    initial: structure.Tree = None,
     read: str = "own",
     cast: bool = False,
     device: str | torch.device | None = None,
     verify: bool = True,
-) -> tree.Tree:
+) -> structure.Tree:
     """The state at `path` as local tensors of a rank under target layouts: a tree of the structure of `target`.
 
     On one process the target may be a state instead, or be left out; then it is all global arrays and plain values that
@@ -234,7 +234,7 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
         return None  # the rank that failed reports why, where the ranks agree
     request, tensors = started.request, finish_tensors(started, device or world.device)
     for i, (x, layout) in enumerate(zip(tensors, request.layouts, strict=True)):
-        tensors[i] = x if x is None else labelled(x, layout)
+        tensors[i] = x if x is None else labels.labelled(x, layout)
     return returned(started, unflatten_some(request.spec, tensors, request.left_out))
 
 

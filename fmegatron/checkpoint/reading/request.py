@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.files.format import Leaf, dtype_of, dtype_text
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules, is_fresh
@@ -17,6 +16,7 @@ from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, can_be_left_out, complaints, near
 from fmegatron.checkpoint.reading.view import Fill, View, check_parts, filled, fitted
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def subtree(leaves: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
     found = {name.removeprefix(start): leaf for name, leaf in leaves.items() if name.startswith(start)}
     if not found:
         above = {"/".join(name.split("/")[: start.count("/")]) for name in leaves}
-        hint = tree.did_you_mean(prefix, sorted(above))
+        hint = structure.did_you_mean(prefix, sorted(above))
         raise ValueError(f"prefix: got {prefix!r}, wanted the path of stored leaves{hint}; name a stored subtree")
     return found
 

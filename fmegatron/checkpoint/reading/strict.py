@@ -14,7 +14,7 @@ from typing import Any
 
 import optree
 
-from fmegatron import tree
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ MODES = types.MappingProxyType(
 def strictness(name: str) -> Strictness:
     """The strictness of this name. Raises ValueError for an unknown one."""
     if not isinstance(name, str) or name not in MODES:
-        near = tree.did_you_mean(name, list(MODES)) if isinstance(name, str) else ""
+        near = structure.did_you_mean(name, list(MODES)) if isinstance(name, str) else ""
         raise ValueError(f"strict: got {name!r}, wanted one of {', '.join(map(repr, MODES))}{near}")
     return MODES[name]
 
@@ -82,7 +82,7 @@ def complaints(difference: Difference, mode: Strictness) -> list[str]:
 
 def near(path: str, difference: Difference) -> str:
     """' (did you mean ...?)' with stored leaves that are not asked for."""
-    return tree.did_you_mean(path, list(difference.missing))
+    return structure.did_you_mean(path, list(difference.missing))
 
 
 def warn(difference: Difference, mode: Strictness, where: str, from_initial: bool, stacklevel: int = 2) -> None:
@@ -119,9 +119,9 @@ def can_be_left_out(spec: optree.PyTreeSpec) -> list[bool]:
 def unflatten_some(spec: optree.PyTreeSpec, leaves: Sequence[Any], left_out: Sequence[int]) -> Any:
     """The tree of this spec without the leaves of these numbers, which are items of dicts; dicts may become empty."""
     if not left_out:
-        return tree.unflatten(spec, leaves)
+        return structure.unflatten(spec, leaves)
     gone = set(left_out)
-    return _without(tree.unflatten(spec, [_Absent() if i in gone else x for i, x in enumerate(leaves)]))
+    return _without(structure.unflatten(spec, [_Absent() if i in gone else x for i, x in enumerate(leaves)]))
 
 
 def _without(node: Any) -> Any:

@@ -23,6 +23,7 @@ from fmegatron.checkpoint.reading.request import subtree
 from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, complaints
 from fmegatron.layout import Layout, Mesh
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class Wanted:
         if self.like is None:
             return Difference()
         wanted, kinds = self.flat.values, []
-        kinds += [f"{p}: stored as an array, wanted {tree.in_words(x)}; put a tensor there"
+        kinds += [f"{p}: stored as an array, wanted {structure.in_words(x)}; put a tensor there"
                   for p, x in wanted.items() if p in arrays and not _is_empty(x)]  # fmt: skip
-        kinds += [f"{p}: stored as {tree.in_words(stored[p])}, wanted an array; put a plain value there"
+        kinds += [f"{p}: stored as {structure.in_words(stored[p])}, wanted an array; put a plain value there"
                   for p in self.layouts if p in stored]  # fmt: skip
         difference = Difference(
             tuple(p for p, x in stored.items() if p not in wanted and not _is_empty(x)),

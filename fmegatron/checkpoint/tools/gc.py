@@ -11,13 +11,12 @@ from typing import Any
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing
-from fmegatron.files import whole
-from fmegatron.files.look import is_directory
+from fmegatron.files import disk, whole
 
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
 _LOOK_S = 5.0  # while others are watched
@@ -141,7 +140,7 @@ class _Leftovers:
 
     def act(self, found: Listing, dry_run: bool) -> list[Action]:
         """Decide, watch those of other machines if asked, then do it."""
-        folders = [f for f in (found.directory, os.path.join(found.directory, TEMPORARY)) if is_directory(f)]
+        folders = [f for f in (found.directory, os.path.join(found.directory, TEMPORARY)) if disk.is_directory(f)]
         end, actions = time.monotonic() + self._watch_s + _LOOK_S, self._decide(found, folders)
         while self._watch_s and any(a.doubt for a in actions) and time.monotonic() < end:
             time.sleep(_LOOK_S)

@@ -17,11 +17,12 @@ from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.saved import save_at
 from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.reading.source import Source
-from fmegatron.files.look import is_directory, is_link, is_there, look, names_in
+from fmegatron.files import disk
+from fmegatron.files.disk import is_directory
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
 TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
@@ -105,13 +106,13 @@ def listing(path: str | os.PathLike | Store) -> Listing:
         parent, name = os.path.split(store.path)
         return Listing(parent, False, (_checkpoint(store.path, name),), tuple(_leftovers(parent, name)))
     if not is_directory(store.path):
-        what = "a file" if is_there(store.path) else "nothing there"
+        what = "a file" if disk.is_there(store.path) else "nothing there"
         raise ValueError(f"{store.text}: got {what}, wanted a checkpoint or a directory of some")
     folders = [f for f in (store.path, os.path.join(store.path, TEMPORARY)) if _is_folder(f)]
     paths = [path for folder in folders for path in checkpoint_paths(folder)]
     checkpoints = tuple(sorted((_checkpoint(p, os.path.relpath(p, store.path)) for p in paths), key=_order))
     left = tuple(leftover for folder in folders for leftover in _leftovers(folder))
-    if not checkpoints and not left and not all(map(NOTE.fullmatch, names_in(store.path))):
+    if not checkpoints and not left and not all(map(NOTE.fullmatch, disk.names_in(store.path))):
         hint = recognized(store.locate()) or "check the path"
         raise ValueError(
             f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some; {hint}"
@@ -135,12 +136,12 @@ def is_checkpoint(path: str) -> bool:
     path = os.path.realpath(path)
     if is_directory(path) and STEP.fullmatch(os.path.basename(path)):
         return True
-    return commit.resolve(path) != path or any(is_there(os.path.join(path, n)) for n in (MARKER, MANIFEST))
+    return commit.resolve(path) != path or any(disk.is_there(os.path.join(path, n)) for n in (MARKER, MANIFEST))
 
 
 def checkpoint_paths(directory: str) -> list[str]:
     """The checkpoints in a directory of the file system, complete or not."""
-    names = names_in(directory)
+    names = disk.names_in(directory)
     found = {n for n in names if n[0] != "." and is_checkpoint(os.path.join(directory, n))}
     found.update(m[1] for n in names if (m := commit.HIDDEN.fullmatch(n)) and m[2] == "old")
     paths = sorted(os.path.join(directory, n) for n in found)
@@ -148,7 +149,7 @@ def checkpoint_paths(directory: str) -> list[str]:
 
 
 def _is_folder(path: str) -> bool:
-    return is_directory(path) and not is_link(path) and not is_checkpoint(path)
+    return is_directory(path) and not disk.is_link(path) and not is_checkpoint(path)
 
 
 def _order(found: Checkpoint) -> tuple[float, str]:
@@ -171,23 +172,23 @@ def _checkpoint(path: str, name: str) -> Checkpoint:
 
 
 def _why(error: Exception, root: str) -> str:
-    if isinstance(error, CheckpointError) and not is_there(os.path.join(root, MARKER)):
+    if isinstance(error, CheckpointError) and not disk.is_there(os.path.join(root, MARKER)):
         return f"not complete: no {MARKER} file"
     return str(error)
 
 
 def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
     found = []
-    for name in names_in(directory):
+    for name in disk.names_in(directory):
         path = os.path.join(directory, name)
         if not (m := commit.HIDDEN.fullmatch(name)) or of not in (None, m[1]):
             continue
-        seen = look(lambda path=path: os.lstat(path), None)
+        seen = disk.look(lambda path=path: os.lstat(path), None)
         if seen is None:  # the save that it belonged to has ended
             continue
         # What was renamed has another inode time; its content may be old.
         changed = max(seen.st_mtime, seen.st_ctime) if m[2] == "aside" else seen.st_mtime
-        entries = list(walk(path)) if is_directory(path) and not is_link(path) else []
+        entries = list(walk(path)) if is_directory(path) and not disk.is_link(path) else []
         files = [e for e in entries if e.kind != "directory"]
         changed = max([changed, *(e.changed for e in entries)])
         holds = commit.resolve(os.path.join(directory, m[1])) == path

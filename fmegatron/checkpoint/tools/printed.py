@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from fmegatron.checkpoint.files.manifest import to_json_text
-from fmegatron.checkpoint.tools.diff import Difference, LeafDifference
+from fmegatron.checkpoint.tools.differences import Difference, LeafDifference
 from fmegatron.checkpoint.tools.gc import Collected
 from fmegatron.checkpoint.tools.ls import Leftover, Listing
-from fmegatron.checkpoint.tools.reshard import Resharded
+from fmegatron.checkpoint.tools.resharding import Resharded
 from fmegatron.checkpoint.tools.show import LeafRow, Shown
-from fmegatron.checkpoint.tools.verify import Report
+from fmegatron.checkpoint.tools.verification import Report
 from fmegatron.layout import Layout
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fmegatron import tree
 from fmegatron.checkpoint.files.format import Leaf
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.reading.snapshot import Saved, snapshot_of
 from fmegatron.checkpoint.reading.source import Source
-from fmegatron.layout import Box, row_major_strides
+from fmegatron.layout import Box, boxes
+from fmegatron.tree import structure
 
 Shape = tuple[int, ...]
 PORTION_BYTES = 64 << 20  # read at a time, by default
@@ -36,7 +36,7 @@ def matching(source: Source, pattern: str | None, paths: Sequence[str]) -> list[
         raise ValueError(f"got the pattern {pattern!r}, wanted a regular expression: {error}") from None
     found = [path for path in paths if wanted.search(path)]
     if not found:
-        near = tree.did_you_mean(pattern, list(paths))
+        near = structure.did_you_mean(pattern, list(paths))
         raise ValueError(f"{source.text}: got the pattern {pattern!r}, wanted one that matches a leaf{near}")
     return found
 
@@ -79,7 +79,7 @@ class Block:
 
     def target(self, x: torch.Tensor) -> Target:
         """What a source fills: `x`, a tensor of the block's shape."""
-        box = Box(self.start, self.shape, 0, row_major_strides(self.shape))
+        box = Box(self.start, self.shape, 0, boxes.row_major_strides(self.shape))
         return Target(self.leaf.path, box, x, self.leaf.torch_dtype)
 
 

@@ -19,7 +19,7 @@ from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.reading.view import Fill, View, check_parts, regions
 from fmegatron.checkpoint.tools.source import PORTION_BYTES, cut, matching
-from fmegatron.layout import Box, row_major_strides
+from fmegatron.layout import Box, boxes
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Rows(NamedTuple):
 
     def wants(self, x: torch.Tensor) -> Iterator[tuple[str, Target]]:
         """What is read to fill `x`; what nothing is stored for is zero."""
-        for part, piece in regions(self.of.view, Box(self.start, self.shape, 0, row_major_strides(self.shape))):
+        for part, piece in regions(self.of.view, Box(self.start, self.shape, 0, boxes.row_major_strides(self.shape))):
             place = piece.view(x)
             if not isinstance(part.source, str):
                 bits(place).zero_()

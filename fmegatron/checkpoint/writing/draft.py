@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint.files.format import MOST_SMALL
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
 from fmegatron.checkpoint.writing.scattered import Scattered
 from fmegatron.checkpoint.writing.write import write_part
-from fmegatron.layout import Box, check_cover, row_major_strides
+from fmegatron.layout import Box, boxes, check_cover
 
 Held = Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
 
@@ -73,7 +73,7 @@ class Draft:
         found = {}
         for name, (shape, dtype, held) in leaves.items():
             try:
-                check_cover([Box(start, size, 0, row_major_strides(size)) for _, start, size in held], shape)
+                check_cover([Box(start, size, 0, boxes.row_major_strides(size)) for _, start, size in held], shape)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
             found[name] = Scattered(shape, dtype, tuple(held))

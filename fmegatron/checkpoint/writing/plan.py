@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
-from fmegatron.layout import Box, Layout, Split, chunk
-from fmegatron.layout.split import rooms
+from fmegatron.layout import Box, Layout, Split, split
+from fmegatron.layout.split import chunk
 
 _FINEST_BYTES = 4 << 10  # no chunk below a page
 _SENSIBLE_BYTES = 1 << 20  # a chunk of this size is never refused as too fine
@@ -187,7 +187,7 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
             start += part
         units.append(unit)
         if layout.flat:
-            room = {tuple(rooms(n, counts)[-1] for n in parts)}
+            room = {tuple(split.rooms(n, counts)[-1] for n in parts)}
             cut = room if layout.padded else _block_sizes(tuple(parts), counts)
             blocks = [(*block, pieces) for block in blocks for pieces in cut]
             if len(blocks) > 64:
@@ -209,7 +209,7 @@ def _inner_cuts(n: int, counts: Sequence[int], padded: bool = False) -> int:
     if not counts or n == 0:
         return 0
     if padded:
-        return math.gcd(*(room for room in rooms(n, counts)[1:] if room < n))
+        return math.gcd(*(room for room in split.rooms(n, counts)[1:] if room < n))
     step = -(-n // counts[0])
     unit = step if step < n else 0
     for size in {step, n % step} - {0}:

@@ -21,19 +21,20 @@ from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, rank
 from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import array_name, piece_name
-from fmegatron.checkpoint.files.open_store import open_store
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
 from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Layout
+from fmegatron.tree import structure
 
 
 def save(
     path: str | os.PathLike | Store,
-    state: tree.Tree,
-    layouts: tree.Tree = None,
+    state: structure.Tree,
+    layouts: structure.Tree = None,
     world: Ranks | None = None,
     metadata: dict[str, Any] | None = None,
     *,

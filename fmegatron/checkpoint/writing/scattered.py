@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from fmegatron.checkpoint.writing.plan import LeafPlan, home_of, is_small
-from fmegatron.layout import Box, Layout, Mesh, row_major_strides
+from fmegatron.layout import Box, Layout, Mesh, boxes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Scattered:
         found, at = [], 0
         for holder, start, shape in self.held:
             if holder == rank and 0 not in shape:
-                found.append(Box(start, shape, at, row_major_strides(shape)))
+                found.append(Box(start, shape, at, boxes.row_major_strides(shape)))
                 at += math.prod(shape)
         return tuple(found)
 

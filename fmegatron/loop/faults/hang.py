@@ -24,7 +24,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fmegatron.collectives import absent, flight_record, meet
+from fmegatron.collectives import meet, torch_private
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults.notice import end, say
 from fmegatron.loop.faults.pulse import Now, Pulse
@@ -114,7 +114,7 @@ class _Watch:
         now = self.pulse.now
         if self.address is not None and self.board is None and not self._meet():
             if not self.done.is_set():
-                missing = absent(self.base, self.size, "pulse")[:SHOWN] if self.base is not None else []
+                missing = meet.absent(self.base, self.size, "pulse")[:SHOWN] if self.base is not None else []
                 missing = missing or [0] * (self.rank > 0)  # all others have come, and rank 0 does not answer
                 who = f": behind: rank {', '.join(map(str, missing))} gave no sign at all" if missing else ""
                 self._declare(now, {}, f"not all ranks have come to where they are watched{who}")
@@ -156,7 +156,7 @@ class _Watch:
             limit = datetime.timedelta(seconds=5)
             self.base = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         given_up = lambda: self.done.is_set() or self.pulse.now.seconds > self.pulse.now.limit  # noqa: E731
-        self.board = meet(self.base, self.rank, self.size, "pulse", math.inf, given_up)
+        self.board = meet.meet(self.base, self.rank, self.size, "pulse", math.inf, given_up)
         if self.board is not None:
             self.pulse.opened(self.board)
         return self.board is not None
@@ -236,7 +236,7 @@ class _Watch:
             file.write(f"{now.section!r} of update {now.step} for {now.seconds:.1f} s\n\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-            if (record := flight_record()) is not None:
+            if (record := torch_private.flight_record()) is not None:
                 (self.folder / f"flight-{self.rank}.bin").write_bytes(record)
         declares = text.startswith(f"hang: rank {self.rank} (")
         if declares:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.files.look import look, names_in
+from fmegatron.files import disk
+from fmegatron.tree import structure
 
 # What happens to a rank, and for how many seconds unless it is given (None: it has no duration).
 KINDS = MappingProxyType(
@@ -58,7 +59,7 @@ class Injection:
 
     def __post_init__(self):
         if self.kind not in KINDS:
-            near = tree.did_you_mean(self.kind, list(KINDS))
+            near = structure.did_you_mean(self.kind, list(KINDS))
             raise ValueError(f"inject: got {self.kind!r}, wanted one of {', '.join(KINDS)}{near}")
         if self.kind == "diskfull" and sys.platform != "linux":
             raise ValueError(
@@ -133,7 +134,7 @@ class Injector:
         self.faults = [fault for fault in faults if fault.rank in (None, rank)]
         self._slow = 0.0
 
-    def __call__(self, at: str, step: int, state: tree.Tree = None) -> None:
+    def __call__(self, at: str, step: int, state: structure.Tree = None) -> None:
         """Bring about what is due at this place of this update. state: what it may be done to."""
         for fault in list(self.faults):
             if fault.at == at and (at == "setup" or step >= fault.step):
@@ -145,7 +146,7 @@ class Injector:
     def slowed(self, step: Callable) -> Callable:
         """The same step, which works the seconds of a "slow" that has happened, too: what measures it sees them."""
 
-        def slowed_step(state: tree.Tree, batch: tree.Tree) -> Any:
+        def slowed_step(state: structure.Tree, batch: structure.Tree) -> Any:
             if self._slow:
                 _work(self._slow)
             return step(state, batch)
@@ -163,7 +164,7 @@ class Injector:
             return False
         return True
 
-    def _happen(self, fault: Injection, state: tree.Tree) -> None:
+    def _happen(self, fault: Injection, state: structure.Tree) -> None:
         seconds, pid = fault.seconds or 0.0, os.getpid()
         os.write(2, f"rank {self.rank}: injected {fault}\n".encode())
         if fault.kind == "exception":
@@ -204,7 +205,7 @@ def _work(seconds: float) -> None:
 _WORDS = MappingProxyType({1: (torch.int8, 1), 2: (torch.int16, 6), 4: (torch.int32, 21), 8: (torch.int64, 50)})
 
 
-def _damage(state: tree.Tree, kind: str) -> None:
+def _damage(state: structure.Tree, kind: str) -> None:
     x = next(x for x in tree.leaves(state) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel())
     with torch.no_grad():
         if kind == "nan":
@@ -234,8 +235,8 @@ def _fill(seconds: float) -> None:
 def _children(pid: int) -> list[int]:
     """Processes that this one has started, and those that they have."""
     found = []
-    for task in names_in(f"/proc/{pid}/task"):
-        children = look(Path(f"/proc/{pid}/task/{task}/children").read_text, "")  # "": it has ended meanwhile
+    for task in disk.names_in(f"/proc/{pid}/task"):
+        children = disk.look(Path(f"/proc/{pid}/task/{task}/children").read_text, "")  # "": it has ended meanwhile
         for child in map(int, children.split()):
             found += [child, *_children(child)]
     return found

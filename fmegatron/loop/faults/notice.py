@@ -78,7 +78,7 @@ class Faults:
             if self._store is None:
                 limit = datetime.timedelta(seconds=5)
                 self._store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-            self._board = meet(self._store, self.place.rank, self.place.size, "faults", math.inf, given_up)
+            self._board = meet.meet(self._store, self.place.rank, self.place.size, "faults", math.inf, given_up)
             if self._board is not None:
                 self._open.set()
         return self._open.is_set()

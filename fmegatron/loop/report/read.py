@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fmegatron.files.look import is_directory, is_there, names_in
+from fmegatron.files import disk
 from fmegatron.loop.events import read_events
 
 # Of a record: where it stands, not what was measured.
@@ -78,9 +78,9 @@ class Recorded:
 def read_run(path: str | Path) -> Recorded:
     """A run's folder, or its metrics file. Raises ValueError for a path that is not there."""
     path = Path(path)
-    if not is_there(str(path)):
+    if not disk.is_there(str(path)):
         raise ValueError(f"{path}: got nothing there, wanted the folder of a run (with metrics.jsonl in it)")
-    whole = is_directory(str(path))
+    whole = disk.is_directory(str(path))
     folder, file = (path, path / "metrics.jsonl") if whole else (path.parent, path)
     notes: list[str] = []
     records = tuple(_records(file, notes))
@@ -125,7 +125,7 @@ def _ranks(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """A run of one rank has no such file."""
     bad = 0
     try:
-        text = file.read_text(errors="replace") if is_there(str(file)) else ""
+        text = file.read_text(errors="replace") if disk.is_there(str(file)) else ""
     except OSError as error:
         notes.append(f"{file.name}: cannot be read: {error}"[:200])
         return
@@ -150,7 +150,11 @@ def _stacks(folder: Path, notes: list[str]) -> dict[str, str]:
     """By file name, in the order of ranks."""
     found = {}
     try:
-        names = [name for name in names_in(str(folder)) if name.startswith("rank-")] if is_there(str(folder)) else []
+        names = (
+            [name for name in disk.names_in(str(folder)) if name.startswith("rank-")]
+            if disk.is_there(str(folder))
+            else []
+        )
         for name in sorted(names, key=lambda name: (len(name), name)):
             if text := (folder / name).read_text(errors="replace")[-_MOST_STACKS:]:
                 found[name] = text
@@ -160,7 +164,7 @@ def _stacks(folder: Path, notes: list[str]) -> dict[str, str]:
 
 
 def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    if not is_there(str(file)):
+    if not disk.is_there(str(file)):
         notes.append(f"{file.name} is not there")
         return
     try:

@@ -14,7 +14,7 @@ from fmegatron.model.attention import Attention
 from fmegatron.model.decoder import Block, Decoder, Part
 from fmegatron.model.families.family import Family, depthwise, linear, plain
 from fmegatron.model.families.keys import Keys
-from fmegatron.model.families.llama import LAYER, NAMES, UNUSED
+from fmegatron.model.families.llamas import LAYER, NAMES, UNUSED
 from fmegatron.model.mamba import Mamba
 from fmegatron.model.mixer import Mixer
 from fmegatron.model.mlp import MLP

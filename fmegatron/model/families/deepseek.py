@@ -12,7 +12,7 @@ from fmegatron import nn
 from fmegatron.model.decoder import MTP, Block, Decoder, Part
 from fmegatron.model.families.family import Family, linear, plain
 from fmegatron.model.families.keys import Keys, yarn_scale
-from fmegatron.model.families.llama import LAYER, UNUSED
+from fmegatron.model.families.llamas import LAYER, UNUSED
 from fmegatron.model.families.moe import EXPERT_NAMES
 from fmegatron.model.mixer import Mixer
 from fmegatron.model.mla import MLA

@@ -13,7 +13,7 @@ from fmegatron.model.attention import Attention
 from fmegatron.model.decoder import Block, Decoder, Part
 from fmegatron.model.families.family import Family, plain
 from fmegatron.model.families.keys import Keys
-from fmegatron.model.families.llama import LAYER, NAMES, UNUSED, sizes
+from fmegatron.model.families.llamas import LAYER, NAMES, UNUSED, sizes
 from fmegatron.model.mlp import MLP
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope

@@ -12,9 +12,10 @@ from fmegatron import nn
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.families.family import Family, linear, plain
 from fmegatron.model.families.keys import Keys, yarn_scale
-from fmegatron.model.families.llama import LAYER, NAMES, UNUSED, llama, sizes
+from fmegatron.model.families.llamas import LAYER, NAMES, UNUSED, llama, sizes
 from fmegatron.model.families.moe import balance
 from fmegatron.model.moe import MoE
+from fmegatron.nn import rope
 
 _EXPERTS = LAYER + "mlp.experts."
 _NAMES = MappingProxyType(
@@ -38,7 +39,7 @@ def _read(keys: Keys, **changes: Any) -> Decoder:
     width = keys.take("sliding_window", 128)
     bias, of = keys.take("attention_bias", True), sizes(keys, eps=1e-5, theta=150000.0, kv_heads=8)
     if all(keys.config.get(key) is None for key in ("rope_parameters", "rope_scaling")):
-        of["rope_scaling"] = nn.Yarn(32.0, 4096, 32.0, 1.0, yarn_scale(32.0), False)
+        of["rope_scaling"] = rope.Yarn(32.0, 4096, 32.0, 1.0, yarn_scale(32.0), False)
     slides = keys.slides(of["layers"], lambda i: i % 2 == 0)
     router = nn.Router(keys.take("num_local_experts", 128), keys.take("num_experts_per_tok", 4), normalised=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fmegatron import nn
+from fmegatron.nn import rope
 
 # What does not change the function of a model: names, ids of tokens, how it is stored, run or generated with.
 IGNORED = frozenset(
@@ -104,7 +104,9 @@ class Keys:
             raise ValueError(f"config.json: {key}: got {value!r}, wanted one of {', '.join(ACTIVATIONS)}; add it there")
         return ACTIVATIONS[value]
 
-    def rope(self, theta: float = 10000.0, of: str | None = None, part: float = 1.0) -> tuple[float, nn.Scaling | None]:
+    def rope(
+        self, theta: float = 10000.0, of: str | None = None, part: float = 1.0
+    ) -> tuple[float, rope.Scaling | None]:
         """(base of the angles, scaling) of `rope_parameters`, or of `rope_theta` and `rope_scaling`.
 
         theta: the default base. of: the kind of layers where they differ ("full_attention"). part: of a head that the
@@ -122,7 +124,7 @@ class Keys:
         self.ignore("rope_theta")
         return base, self._scaling({**old, **given}, int(self.take("max_position_embeddings", 0)), part)
 
-    def _scaling(self, given: dict, longest: int, part: float) -> nn.Scaling | None:
+    def _scaling(self, given: dict, longest: int, part: float) -> rope.Scaling | None:
         kind = given.pop("rope_type", given.pop("type", "default"))
         for name in ("type", "rope_theta"):
             given.pop(name, None)
@@ -131,7 +133,7 @@ class Keys:
                 f"config.json: partial_rotary_factor: got {got}, wanted {part}, the part of a head that {self.family} "
                 "rotates; write a family of your own (docs/families.md)"
             )
-        found: nn.Scaling | None = None
+        found: rope.Scaling | None = None
         for name in _NEEDED.get(kind, ()):
             if given.get(name) is None:
                 raise ValueError(f"config.json: rope scaling {kind}: {name}: got no value, wanted one; add it")
@@ -141,10 +143,10 @@ class Keys:
                 f"layers, which is all that {self.family} is read with; write a family of your own (docs/families.md)"
             )
         if kind == "linear":
-            found = nn.Linear(given.pop("factor"))
+            found = rope.Linear(given.pop("factor"))
         elif kind == "llama3":
             original = given.pop("original_max_position_embeddings")
-            found = nn.Llama3(
+            found = rope.Llama3(
                 given.pop("factor"), given.pop("low_freq_factor"), given.pop("high_freq_factor"), original
             )
         elif kind == "yarn":
@@ -176,7 +178,7 @@ def _rope_kind(given: dict) -> str:
     return given.get("rope_type") or given.get("type") or "default"
 
 
-def _yarn(given: dict, longest: int) -> nn.Yarn:
+def _yarn(given: dict, longest: int) -> rope.Yarn:
     original = int(given.pop("original_max_position_embeddings", None) or longest)
     factor = given.pop("factor", None) or longest / original
     mscale, all_dim = given.pop("mscale", None), given.pop("mscale_all_dim", None)
@@ -185,7 +187,7 @@ def _yarn(given: dict, longest: int) -> nn.Yarn:
         both = mscale and all_dim
         attention = yarn_scale(factor, mscale) / yarn_scale(factor, all_dim) if both else yarn_scale(factor)
     fast, slow = given.pop("beta_fast", None) or 32, given.pop("beta_slow", None) or 1
-    return nn.Yarn(factor, original, fast, slow, attention, given.pop("truncate", True))
+    return rope.Yarn(factor, original, fast, slow, attention, given.pop("truncate", True))
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.families.family import Family
 from fmegatron.model.families.keys import Keys
-from fmegatron.model.families.llama import NAMES, UNUSED, llama, sizes
+from fmegatron.model.families.llamas import NAMES, UNUSED, llama, sizes
 
 
 def _read(keys: Keys, **changes: Any) -> Decoder:

@@ -12,7 +12,7 @@ from fmegatron import nn
 from fmegatron.model.decoder import Decoder
 from fmegatron.model.families.family import Family, linear
 from fmegatron.model.families.keys import Keys
-from fmegatron.model.families.llama import LAYER, NAMES, UNUSED, llama, sizes
+from fmegatron.model.families.llamas import LAYER, NAMES, UNUSED, llama, sizes
 from fmegatron.model.moe import MoE
 from fmegatron.model.norm import RMSNorm
 

@@ -10,7 +10,7 @@ from fmegatron.model.families.family import Family
 from fmegatron.model.families.gemma import GEMMA2, GEMMA3
 from fmegatron.model.families.gpt2 import GPT2
 from fmegatron.model.families.gpt_oss import GPT_OSS
-from fmegatron.model.families.llama import LLAMA
+from fmegatron.model.families.llamas import LLAMA
 from fmegatron.model.families.mistral import MISTRAL
 from fmegatron.model.families.moe import MIXTRAL, QWEN3_MOE
 from fmegatron.model.families.qwen import QWEN2, QWEN3

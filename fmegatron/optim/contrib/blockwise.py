@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.layout import Layout, Split
-from fmegatron.layout.split import rooms
+from fmegatron.layout import Layout, Split, split
 from fmegatron.optim.contrib.grids import Dynamic, Floating, Grid, Linear
 from fmegatron.optim.matrices import joined
 from fmegatron.tree import ArraySpec
@@ -104,10 +103,10 @@ class Blockwise:
         last = len(layout.shape) - 1
         count, between = math.prod(layout.counts[last]), []
         if count > 1:
-            between += [rooms(part, layout.counts[last])[-1] for part in layout.parts[last]]
+            between += [split.rooms(part, layout.counts[last])[-1] for part in layout.parts[last]]
         if layout.flat_counts:
             shape = layout.replace(flat=()).local_shape(0)
-            length = rooms(math.prod(shape), layout.flat_counts)[-1]
+            length = split.rooms(math.prod(shape), layout.flat_counts)[-1]
             between += [] if length % shape[-1] == 0 else [length, shape[-1]]
         if between and not layout.divides:
             raise ValueError(

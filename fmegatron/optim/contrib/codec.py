@@ -13,7 +13,7 @@ from fmegatron.layout import Layout
 from fmegatron.optim.contrib.blockwise import Blockwise, in_blocks
 from fmegatron.optim.contrib.formats import Bfloat16, Float32, FormatTable, NoMaster, Remainder
 from fmegatron.optim.contrib.rounding import join_master, split_master, stochastic_bfloat16
-from fmegatron.tree import ArraySpec, Tree
+from fmegatron.tree import ArraySpec, structure
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Codec:
         if self.layouts is None:
             return None
         if path not in self.layouts:
-            near = tree.did_you_mean(path, list(self.layouts))
+            near = structure.did_you_mean(path, list(self.layouts))
             raise ValueError(f"compressed: {path}: got no layout for it{near}, wanted those of all parameters")
         return self.layouts[path]
 
@@ -68,7 +68,7 @@ class Codec:
             return form.decode(stored, self.layout_of(path))
         return stored.to(torch.float32) if stored.dtype is torch.bfloat16 and isinstance(form, Bfloat16) else stored
 
-    def decode_tree(self, state: Tree) -> Tree:
+    def decode_tree(self, state: structure.Tree) -> structure.Tree:
         """`decode` of every leaf. One in blocks is one leaf; where both of its parts are absent (None), it is."""
 
         def absent(node: Any) -> bool:
@@ -114,4 +114,6 @@ class Codec:
     # ---- what formats need
     def _words(self, path: str, count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         layout = self.layout_of(path)
-        return random_words(self.key, path, count, x, layout, None if layout is None else Axes(layout.mesh))
+        return random_words.random_words(
+            self.key, path, count, x, layout, None if layout is None else Axes(layout.mesh)
+        )

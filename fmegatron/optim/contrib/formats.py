@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fmegatron import tree
 from fmegatron.optim.contrib.blockwise import Blockwise
 from fmegatron.optim.groups import whole_segments
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ def require_that_rules_match(rules: Sequence[tuple[str, Format]], paths: list[st
         mine = [path for path in paths if _is_for(form, path)]
         of_master = isinstance(form, _OF_MASTER) or pattern.startswith("master")
         if not of_master and not any(map(whole_segments(pattern).search, mine)):
-            near = tree.did_you_mean(pattern, [*mine, *sorted({part for path in mine for part in path.split("/")})])
+            near = structure.did_you_mean(
+                pattern, [*mine, *sorted({part for path in mine for part in path.split("/")})]
+            )
             raise ValueError(
                 f"compressed: got the rule {pattern!r}, which matches no path of the state that can be {form}{near},"
                 f" wanted a regular expression over full segments of one of: {', '.join(mine[:8])}"

@@ -9,10 +9,10 @@ from typing import Any
 
 from fmegatron import tree
 from fmegatron.optim.transform import Where, path_predicate
-from fmegatron.tree import ArraySpec, Normal, Tree
+from fmegatron.tree import ArraySpec, Normal, structure
 
 
-def mup_multipliers(specs: Tree, base: Tree, matrices: Where | None = None) -> dict[str, float]:
+def mup_multipliers(specs: structure.Tree, base: structure.Tree, matrices: Where | None = None) -> dict[str, float]:
     """{path: base fan_in / fan_in}, for `grouped(..., multipliers=)`: the rates of a wide model, tuned on `base`.
 
     specs, base: ArraySpecs (or Layouts, or tensors) of the model and of the one whose rate was tuned, of the same
@@ -24,7 +24,7 @@ def mup_multipliers(specs: Tree, base: Tree, matrices: Where | None = None) -> d
     return {path: small.shape[-2] / wide.shape[-2] for path, (wide, small) in pairs.items()}
 
 
-def mup_init(specs: Tree, base: Tree, matrices: Where | None = None) -> Tree:
+def mup_init(specs: structure.Tree, base: structure.Tree, matrices: Where | None = None) -> structure.Tree:
     """The specs with the standard deviations of Normal initial values scaled by table 3 from those of `base`.
 
     Hidden matrices, of which both dims grow: by √(base fan_in / fan_in); read-outs, of which only fan_in grows: by base
@@ -40,13 +40,13 @@ def mup_init(specs: Tree, base: Tree, matrices: Where | None = None) -> Tree:
         power = 0.5 if small.shape[-1] != spec.shape[-1] else 1.0
         return spec.replace(Normal(spec.init.std * ratio**power))
 
-    return tree.map_with_path(one, specs)
+    return structure.map_with_path(one, specs)
 
 
-def _pairs(specs: Tree, base: Tree, matrices: Where | None) -> dict[str, tuple[Any, Any]]:
+def _pairs(specs: structure.Tree, base: structure.Tree, matrices: Where | None) -> dict[str, tuple[Any, Any]]:
     """path -> (leaf, leaf of the base model) of all matrices."""
-    selects = path_predicate(tree.neither_norm_nor_bias if matrices is None else matrices)
-    paths, leaves, _ = tree.flatten(specs)
+    selects = path_predicate(structure.neither_norm_nor_bias if matrices is None else matrices)
+    paths, leaves, _ = structure.flatten(specs)
     twins = tree.leaves(tree.map(lambda leaf, twin: twin, specs, base))
     for path, leaf, twin in zip(paths, leaves, twins, strict=True):
         if len(leaf.shape) != len(twin.shape):

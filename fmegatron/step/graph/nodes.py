@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fmegatron import collectives
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives import kinds, table, torch_private
 from fmegatron.step.torch_private import Op, opname, storage_number
 
 __all__ = [
@@ -93,7 +92,7 @@ def is_light(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, Op) or schema_of(node.target).is_mutable or is_start(node):
+    if not isinstance(node.target, Op) or torch_private.schema_of(node.target).is_mutable or is_start(node):
         return False
     if is_layer(node):
         return False
@@ -108,7 +107,7 @@ def is_view(node: fx.Node) -> bool:
 
 @functools.cache
 def _returns_a_view(op: Op) -> bool:
-    return opname(op) in _MAY_BE_VIEWS or any(r.alias_info is not None for r in schema_of(op).returns)
+    return opname(op) in _MAY_BE_VIEWS or any(r.alias_info is not None for r in torch_private.schema_of(op).returns)
 
 
 def entry_of(node: fx.Node) -> Any:
@@ -142,13 +141,13 @@ def storage_of(t: torch.Tensor) -> int:
 
 def symbolic_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The symbolic collectives of a graph, in order."""
-    return [n for n in graph.nodes if collectives.collective_of(n.target)]
+    return [n for n in graph.nodes if kinds.collective_of(n.target)]
 
 
 def declared_in(node: fx.Node) -> fx.Node | None:
     """The tensor about which a node states something (`collectives.declare`), in whose memory it is; else None."""
     source = node.args[0] if node.op == "call_function" and node.target is operator.getitem else None
-    if not isinstance(source, fx.Node) or collectives.collective_of(source.target) is not collectives.DECLARE:
+    if not isinstance(source, fx.Node) or kinds.collective_of(source.target) is not table.DECLARE:
         return None
     return items_of(source.args[0])[int_of(node.args[1])]
 
@@ -160,7 +159,7 @@ def user_line(at: str) -> str:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The nodes into whose memory a node writes, given by position or by name, alone or in lists (`_foreach_add_`)."""
-    schema = schema_of(node.target)
+    schema = torch_private.schema_of(node.target)
     if node.op != "call_function" or schema is None or not schema.is_mutable:
         return []
     by_name = ((a, node.kwargs[a.name]) for a in schema.arguments if a.name in node.kwargs)

@@ -7,8 +7,8 @@ import operator
 import torch
 from torch import fx
 
-from fmegatron.collectives.torch_private import functional_ops
-from fmegatron.layout import dtype_name
+from fmegatron.collectives import torch_private
+from fmegatron.layout import dtypes
 from fmegatron.step.graph.nodes import int_of, is_layer, is_start, is_view, is_wait, items_of, kind, node_of, waits_of
 from fmegatron.step.graph.order import add_call, ancestors, behind, layers, sort_by, topological
 from fmegatron.step.overlap.gathers import units
@@ -137,7 +137,7 @@ def _coalesced(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
         given = [x for x, _ in parts]
         if as_bytes:
             given = [add_call(graph, _VIEW, (x, torch.uint8), like) for x in given]
-        target = getattr(functional_ops(), opname(starts[0].target).removesuffix(_LIST) + _LIST).default
+        target = getattr(torch_private.functional_ops(), opname(starts[0].target).removesuffix(_LIST) + _LIST).default
         whole = add_call(graph, target, (given, *starts[0].args[1:]), like)
         pieces = [graph.call_function(operator.getitem, (whole, i)) for i in range(len(parts))]
     for i, (piece, (_, old)) in enumerate(zip(pieces, parts, strict=True)):
@@ -179,7 +179,7 @@ def _exchanged(graph: fx.Graph, starts: list[fx.Node], at: fx.Node) -> None:
         start = add_call(graph, exchange.target, (flat, parts, parts, at.args[-1]), at)
         wait = add_call(graph, waits_of(at)[0].target, (start,), at)
         values = [row.meta["val"] for row in sent]
-        named = [dtype_name(v.dtype) for v in values], [v.numel() // n for v in values]
+        named = [dtypes.dtype_name(v.dtype) for v in values], [v.numel() // n for v in values]
         found = add_call(graph, ours.unpack.default, (add_call(graph, reshape, (wait, [n, -1]), at), *named), at)
         start.meta["symbolic"] = exchange.meta["symbolic"]
         arrived = iter([add_call(graph, operator.getitem, (found, i), at) for i in range(len(sent))])

@@ -11,7 +11,7 @@ from fmegatron import tree
 from fmegatron.checkpoint import Manager
 from fmegatron.checkpoint.files.manifest import marker_to_json
 from fmegatron.checkpoint.files.parse import parse_manifest
-from fmegatron.checkpoint.local import LocalReplicas
+from fmegatron.checkpoint.local.replicas import LocalReplicas
 from fmegatron.checkpoint.local.shard import content_id
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron.checkpoint.local import cliques
-from fmegatron.checkpoint.local.cliques import check_groups
+from fmegatron.checkpoint.local.cliques import check_groups, cliques
 
 NODES = st.one_of(
     st.lists(st.integers(1, 6), min_size=1, max_size=12),

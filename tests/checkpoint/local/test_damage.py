@@ -8,10 +8,11 @@ import shutil
 
 import pytest
 
-from fmegatron.checkpoint import CheckpointError, Manager, open_store
+from fmegatron.checkpoint import CheckpointError, Manager
 from fmegatron.checkpoint.files.format import digest, digest_text
 from fmegatron.checkpoint.files.leases import step_name
-from fmegatron.checkpoint.local import cliques
+from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.local.cliques import cliques
 from fmegatron.checkpoint.local.shard import open_shard, set_id, shard_name
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import cut_tree, run, small_sizes

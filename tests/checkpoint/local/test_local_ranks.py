@@ -10,7 +10,7 @@ import torch
 
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.files.folder import Folder
-from fmegatron.checkpoint.local import LocalReplicas
+from fmegatron.checkpoint.local.replicas import LocalReplicas
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from fmegatron.testing.ranks import RankError

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from fmegatron.checkpoint import CheckpointError, open_store
+from fmegatron.checkpoint import CheckpointError
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.local.shard import open_shard, set_id, shard_name
 from tests.checkpoint.fake_world import small_sizes
 from tests.checkpoint.local.nodes import RUN, Cluster, resign

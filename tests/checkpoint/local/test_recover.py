@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Manager
-from fmegatron.checkpoint.local import LocalReplicas, fetch
+from fmegatron.checkpoint.local import fetch
+from fmegatron.checkpoint.local.replicas import LocalReplicas
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
 from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state

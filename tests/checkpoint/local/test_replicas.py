@@ -13,9 +13,11 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files import folder, keyvalue
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
-from fmegatron.checkpoint.local import LocalReplicas, saving
+from fmegatron.checkpoint.local import saving
+from fmegatron.checkpoint.local.replicas import LocalReplicas
 from fmegatron.checkpoint.local.shard import open_shard, parse_name, shard_name, shard_plan
-from fmegatron.checkpoint.tools import listing, verify
+from fmegatron.checkpoint.tools import verify
+from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
 from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state

@@ -15,7 +15,7 @@ from fmegatron import model
 from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
-from fmegatron.model.families import FAMILIES
+from fmegatron.model.families.registry import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 # transformers computes no multi-token prediction, and counts one depth where none is stated

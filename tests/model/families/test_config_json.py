@@ -13,6 +13,8 @@ from fmegatron import model
 from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
+from fmegatron.model.counts import parameters as parameters_of_model
+from fmegatron.model.families.registry import family_of
 from tests.model.families.released import READ, REFUSED
 from tests.pairs import few
 
@@ -49,8 +51,8 @@ def small(config):
 @pytest.mark.parametrize("name", READ)
 def test_the_published_number_of_parameters(name):
     config, parameters = READ[name]
-    decoder = model.families.family_of(config).decoder(config, vocab_multiple=1)
-    counts = model.parameters(decoder)
+    decoder = family_of(config).decoder(config, vocab_multiple=1)
+    counts = parameters_of_model(decoder)
     assert counts["total"] - counts.get("mtp", 0) == parameters
 
 
@@ -78,20 +80,20 @@ def test_in_small_it_is_what_transformers_computes(name, tmp_path):
 def test_what_is_not_understood_is_refused_by_its_name(name):
     config, names = REFUSED[name]
     with pytest.raises(ValueError, match=r"config.json: " + re.escape(names)):
-        model.families.family_of(config).decoder(config)
+        family_of(config).decoder(config)
 
 
 @pytest.mark.parametrize("name", READ)
 def test_any_unknown_key_is_refused(name):
     config = {**READ[name][0], "a_new_multiplier": 2.0}
     with pytest.raises(ValueError, match=r"config.json: a_new_multiplier: got 2.0, wanted a key .*docs/families.md"):
-        model.families.family_of(config).decoder(config)
+        family_of(config).decoder(config)
 
 
 def test_two_places_of_rope_that_differ_are_refused():
     """What READMEs say to add beside what transformers 5 has saved: it counts there, and must not be lost here."""
     changed = {key: value for key, value in READ["Qwen2.5-7B"][0].items() if key not in ("rope_theta", "rope_scaling")}
     given = {**changed, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
-    assert model.families.family_of(given).decoder({**given, "rope_scaling": None})
+    assert family_of(given).decoder({**given, "rope_scaling": None})
     with pytest.raises(ValueError, match="rope_scaling: got 'yarn' beside rope_parameters of 'default'"):
-        model.families.family_of(given).decoder({**given, "rope_scaling": {"type": "yarn", "factor": 4.0}})
+        family_of(given).decoder({**given, "rope_scaling": {"type": "yarn", "factor": 4.0}})

@@ -8,6 +8,11 @@ import torch
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.model.array_specs import init
+from fmegatron.model.counts import parameters
+from fmegatron.model.families.registry import family_of
+from fmegatron.model.forward import hidden
+from fmegatron.step.layer import compiled_layer
 from tests.definition import loss_of
 from tests.model.families.tiny_hf import MODELS, config_of
 from tests.model.test_reference import make_batch, tiny
@@ -21,7 +26,7 @@ FSDP_TP = Mesh(fsdp=2, tp=2)
 def family(name, **changes):
     """The tiny model of a family, in fp64."""
     config = config_of(name)[1].to_dict()
-    return model.deterministic(model.families.family_of(config).decoder(config, precision=Precision.fp64(), **changes))
+    return model.deterministic(family_of(config).decoder(config, precision=Precision.fp64(), **changes))
 
 
 DENSE = [name for name in MODELS if not set(MODELS[name][1]) & {"num_experts_per_tok"}]
@@ -80,7 +85,7 @@ def test_copies_of_kv_heads(mesh, kv_heads, bias):
 
 def test_copies_compute_what_fused_projections_do():
     fused, copied, mesh = tiny(), tiny(kv_copies=True), Mesh()
-    params, batch = model.init(fused, mesh, 0), make_batch(fused)
+    params, batch = init(fused, mesh, 0), make_batch(fused)
     w = params["blocks"]["attention"]["wqkv"]
     attention = {"wq": w[..., :32], "wkv": w[..., 32:], "wo": params["blocks"]["attention"]["wo"]}
     other = {**params, "blocks": {**params["blocks"], "attention": attention}}
@@ -101,12 +106,12 @@ PACKED = {"plain": {}, "window": {"window": 3}, "softcap, sinks": {"softcap": 2.
 def test_documents_do_not_see_each_other(name):
     """A row of two packed documents gives each the logits that it has alone."""
     of, mesh = tiny(**PACKED[name]), Mesh()
-    params, axes = model.init(of, mesh, 0), Axes(mesh)
+    params, axes = init(of, mesh, 0), Axes(mesh)
     tokens = make_batch(of)["tokens"]
     positions = torch.cat((torch.arange(5), torch.arange(7))).expand(3, -1)
     documents = torch.cat((torch.zeros(5), torch.ones(7))).long().expand(3, -1)
     batch = {"tokens": tokens, "positions": positions, "documents": documents}
-    got = model.read_out(*model.hidden(params, batch, of, axes)[:3], of)
+    got = model.read_out(*hidden(params, batch, of, axes)[:3], of)
     alone = [model.logits(params, part, of, axes) for part in (tokens[:, :5], tokens[:, 5:])]
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
 
@@ -131,7 +136,7 @@ def test_documents_on_a_mesh(name):
 def test_blocks_with_equal_arrays_share_a_stack_and_those_with_equal_maths_a_compiled_pair(monkeypatch):
     gemma, made = family("gemma2"), []
     assert {name: stack.depths for name, stack in gemma.stacks.items()} == {"blocks": (0, 1, 2, 3, 4, 5)}
-    compiled = step.compiled_layer
+    compiled = compiled_layer
 
     def counted(*args, **options):
         made.append(compiled(*args, **options))
@@ -139,7 +144,7 @@ def test_blocks_with_equal_arrays_share_a_stack_and_those_with_equal_maths_a_com
 
     monkeypatch.setattr("fmegatron.step.layer.compiled_layer", counted)
     mesh = Mesh()
-    params = model.init(gemma, mesh, 0)
+    params = init(gemma, mesh, 0)
     model.loss(params, make_batch(gemma), gemma, Axes(mesh), "inputs")
     assert len(made) == 2  # with windows, and without
 
@@ -157,7 +162,7 @@ def test_blocks_of_two_kinds():
     assert {name: stack.depths for name, stack in of.stacks.items()} == {"blocks": (0, 3), "blocks2": (1, 2)}
     check(of, FSDP_TP, save="inputs")
     assert_proven(of, FSDP_TP)
-    assert model.parameters(of)["total"] == sum(x.numel() for x in tree.leaves(model.init(of, Mesh(), 0)))
+    assert parameters(of)["total"] == sum(x.numel() for x in tree.leaves(init(of, Mesh(), 0)))
 
 
 def test_angles_of_equal_ropes_are_computed_once():

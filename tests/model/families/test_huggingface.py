@@ -9,6 +9,7 @@ from fmegatron import model, tree
 from fmegatron.collectives import Axes
 from fmegatron.interop import hf
 from fmegatron.layout import Mesh
+from fmegatron.tree.structure import flatten, unflatten
 from tests.model.families.tiny_hf import MODELS, model_of
 
 transformers = pytest.importorskip("transformers")
@@ -46,7 +47,7 @@ def test_logits_and_gradients(folder, tmp_path):
     assert off(got, want) < 1e-5
     want.square().mean().backward()
     grads = torch.autograd.grad(got.square().mean(), tree.leaves(params), materialize_grads=True)
-    grads = tree.unflatten(tree.flatten(params)[2], list(grads))
+    grads = unflatten(flatten(params)[2], list(grads))
     hf.save(tmp_path / "gradients", grads, decoder, layouts, like=path)
     back = dict(type(theirs).from_pretrained(tmp_path / "gradients", dtype=torch.float64).named_parameters())
     assert set(back) == {name for name, _ in theirs.named_parameters()}

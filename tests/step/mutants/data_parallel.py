@@ -9,7 +9,8 @@ import torch
 
 from fmegatron.collectives import Axes, enter, psum, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import raw_gradient_layout, value_and_grad
+from fmegatron.step import value_and_grad
+from fmegatron.step.reduce import raw_gradient_layout
 
 V, D, F, B, S = 24, 8, 20, 32, 6
 SHAPES = {

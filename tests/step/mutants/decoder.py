@@ -10,16 +10,8 @@ import math
 
 import torch
 
-from fmegatron.collectives import (
-    Axes,
-    all_gather,
-    axis_index,
-    declare,
-    enter,
-    pmax,
-    psum,
-    reduce_scatter,
-)  # fmt: skip
+from fmegatron.collectives import Axes, all_gather, axis_index, enter, pmax, psum, reduce_scatter  # fmt: skip
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import value_and_grad
 

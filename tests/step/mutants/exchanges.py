@@ -6,7 +6,8 @@ Letters: B batch, S sequence, D model, H heads, E width of a head, X experts, F 
 
 import torch
 
-from fmegatron.collectives import Axes, all_gather, all_to_all, declare, enter, ppermute, psum, shard
+from fmegatron.collectives import Axes, all_gather, all_to_all, enter, ppermute, psum, shard
+from fmegatron.collectives.ops import declare
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import value_and_grad
 

@@ -7,9 +7,10 @@ from functools import lru_cache
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
-from fmegatron.step import Report
-from fmegatron.step.check import check_traced
-from fmegatron.testing import relative_error, simulate
+from fmegatron.step.checker.context import Report
+from fmegatron.step.checker.entrypoints import check_traced
+from fmegatron.testing import simulate
+from fmegatron.testing.compare_ranks import relative_error
 from tests.step.mutants import wrong
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)

@@ -8,9 +8,10 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import PaperWorld, build_train_step, state_specs
-from fmegatron.step.jit import Compiled
+from fmegatron.step import build_train_step, state_specs
+from fmegatron.step.jitted import Compiled
 from fmegatron.step.passes import Target
+from fmegatron.step.timelines.planned import PaperWorld
 from tests.step import tiny
 
 FSDP = Mesh(fsdp=2)

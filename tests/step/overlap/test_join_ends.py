@@ -7,9 +7,11 @@ import torch
 
 from fmegatron.collectives import connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import Overlap, bytes_sent, collectives_of, jit, launches
+from fmegatron.step import Overlap, collectives_of, jit
 from fmegatron.step.graph.nodes import is_start, kind
-from fmegatron.step.overlap import overlapped
+from fmegatron.step.overlap.schedule import overlapped
+from fmegatron.step.timelines.planned import launches
+from fmegatron.step.traffic import bytes_sent
 from tests.pairs import few
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, POLICIES, config, lowered, state, train_step

@@ -4,11 +4,12 @@ from collections import Counter
 
 import pytest
 
-from fmegatron import model
-from fmegatron.step import Overlap, launches
+from fmegatron.model.weights import GROUPS
+from fmegatron.step import Overlap
 from fmegatron.step.graph.memory import peak_bytes
-from fmegatron.step.overlap import overlapped
 from fmegatron.step.overlap.gathers import units
+from fmegatron.step.overlap.schedule import overlapped
+from fmegatron.step.timelines.planned import launches
 from tests.pairs import few
 from tests.step.gathered import gathered_bytes, largest_unit_bytes
 from tests.step.overlap.decoder import LAYERS, compiled, config
@@ -57,7 +58,7 @@ def test_by_default(setting, gathers, scatters, reductions, layers):
             (False, ("blocks",), 2 * L + 1, L + 1, 2.27),  # table and head in one gather; the head, 0.27, stays
             (False, (), L + 1, L + 1, L + 1.27),  # all of them, while the last one is laid out
             (True, None, 2 * L + 1, L + 1, 2.27),  # a tied table is kept: gathered once, reduced once
-            (True, model.GROUPS, 2 * L + 2, L + 2, 2.0),
+            (True, GROUPS, 2 * L + 2, L + 2, 2.0),
         ],
     ),
 )

@@ -5,11 +5,12 @@ import torch
 
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, launches
-from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap import overlapped
+from fmegatron.step import Overlap
+from fmegatron.step.jitted import Compiled
 from fmegatron.step.overlap.gathers import separate_groups
+from fmegatron.step.overlap.schedule import overlapped
 from fmegatron.step.passes import Target
+from fmegatron.step.timelines.planned import PaperWorld, launches
 from tests.step.overlap.decoder import FSDP, lowered
 
 MESH = Mesh(dp=2, tp=2)

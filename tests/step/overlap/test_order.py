@@ -7,11 +7,12 @@ import torch
 
 from fmegatron.collectives import Axes, all_gather, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, jit, launches
+from fmegatron.step import Overlap, jit
 from fmegatron.step.graph.nodes import entry_of
-from fmegatron.step.jit import Compiled
-from fmegatron.step.overlap import overlapped
+from fmegatron.step.jitted import Compiled
+from fmegatron.step.overlap.schedule import overlapped
 from fmegatron.step.passes import Target
+from fmegatron.step.timelines.planned import PaperWorld, launches
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import compiled

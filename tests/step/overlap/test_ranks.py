@@ -10,9 +10,10 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout
-from fmegatron.step import Overlap, build_train_step, jit, launches, layers, timeline
-from fmegatron.step.timeline import launched
-from fmegatron.testing import relative_error, split
+from fmegatron.step import Overlap, build_train_step, jit, layers, timeline
+from fmegatron.step.timelines.planned import launched, launches
+from fmegatron.testing import split
+from fmegatron.testing.compare_ranks import relative_error
 from tests.fresh_state import fresh_state
 from tests.step import tiny
 from tests.step.overlap.decoder import FSDP, config, train_step

@@ -8,13 +8,15 @@ import functools
 import pytest
 import torch
 
-from fmegatron.collectives import Axes, all_to_all, all_to_all_rows, connect, declare, ppermute
+from fmegatron.collectives import Axes, all_to_all, connect, ppermute
+from fmegatron.collectives.ops import all_to_all_rows, declare
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, PaperWorld, compiled_layer, jit
+from fmegatron.step import Overlap, jit
 from fmegatron.step.graph.nodes import is_start, is_wait, opaque_entries
-from fmegatron.step.jit import Compiled
+from fmegatron.step.jitted import Compiled
+from fmegatron.step.layer import compiled_layer
 from fmegatron.step.passes import Target
-from fmegatron.step.timeline.planned import planned
+from fmegatron.step.timelines.planned import PaperWorld, planned
 from fmegatron.testing import Ranks, simulate
 
 MESH = Mesh(cp=2)

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import one_hot
 
-from fmegatron.collectives import all_gather, axis_index, declare, enter, pmax, psum
+from fmegatron.collectives import all_gather, axis_index, enter, pmax, psum
+from fmegatron.collectives.ops import declare
 from tests.step.styles.setting import B, C, D, V, by_loss, layouts, values  # noqa: F401
 
 

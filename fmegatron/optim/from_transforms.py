@@ -1,0 +1,129 @@
+"""Optimizer: (init, update), made of a chain of transforms, one count, and master copies of narrow parameters."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fmegatron import tree
+from fmegatron.layout import Layout
+from fmegatron.optim.clipping import GradNorm, clip
+from fmegatron.optim.recorded import recorded
+from fmegatron.optim.transform import Transform, chain, require_named
+from fmegatron.tree import ArraySpec, arithmetic, labels, structure
+
+_RESERVED = ("count", "master")
+
+
+def every_path(path: str) -> bool:
+    """True: the choice of all leaves."""
+    del path
+    return True
+
+
+def no_loss_scale(state: structure.Tree) -> None:
+    """None: the loss is not scaled."""
+    del state
+
+
+class Update(Protocol):
+    """The signature of every optimizer's update."""
+
+    def __call__(
+        self, grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
+    ) -> tuple[structure.Tree, structure.Tree]:
+        """(new parameters, new state), both of the structure, shapes and dtypes that came in.
+
+        norm: what the caller knows of the global norm of exactly these gradients, which are not clipped yet, and the
+        limit to which this update has to clip them; None: they are used as they are.
+        """
+        ...
+
+
+class Optimizer(NamedTuple):
+    """Pure functions; nothing is changed in place, and nothing in the state is a Python number.
+
+    init(params) -> state for a tree of tensors; for a tree of ArraySpecs, the ArraySpecs of that state: the same
+    structure. update: see `Update`. `params` may be any part of the tree for which the state was made (one layer's
+    shards) where every leaf is updated on its own.
+
+    trains(path): whether a parameter is updated at all. Frozen ones have no state, need no gradient (None may stand in
+    its place) and come back from `update` as the tensors that they were.
+    loss_scale(state): the 0-d factor by which the loss is to be multiplied before the backward pass, and out of which
+    the gradients are taken before `update`; None for none.
+    text: the call that made it, which is its repr.
+
+    `optimizer(...)` makes one of transforms. A wrapper replaces what it changes and keeps the rest:
+    `opt._replace(update=...)`.
+    """
+
+    init: Callable[[structure.Tree], structure.Tree]
+    update: Update
+    trains: Callable[[str], bool] = every_path
+    loss_scale: Callable[[structure.Tree], torch.Tensor | None] = no_loss_scale
+    text: str = ""
+
+    def __repr__(self) -> str:
+        return self.text or f"Optimizer of {self.update.__module__}"
+
+
+@recorded
+def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
+    """The optimizer that adds to the parameters what a chain of transforms makes of the gradients.
+
+    All arithmetic is in working precision: float64 for float64 parameters, float32 for all others, whose float32 master
+    copy the state keeps and whose parameters are the rounded master. ValueError for a transform without a name,
+    or named "count" or "master"; `init` raises it for complex parameters, naming the path.
+    """
+    require_named("optimizer", unnamed, transforms)
+    if taken := sorted(set(_RESERVED) & set(transforms)):
+        raise ValueError(
+            f"optimizer: got a transform named {taken[0]!r}, wanted another name; the state uses this one itself"
+        )
+    inner = chain(**transforms)
+
+    def init(params: structure.Tree) -> structure.Tree:
+        leaves = tree.leaves(params)
+        if not leaves:
+            raise ValueError(
+                "optimizer: got parameters without a tensor or ArraySpec, and so nothing to update, wanted one or more"
+            )
+        for path, leaf in zip(tree.paths(params), leaves, strict=True):
+            if leaf.dtype.is_complex:
+                raise ValueError(
+                    f"optimizer: {path}: got {leaf.dtype}, wanted a real floating-point dtype: moments, masters and "
+                    "decay are defined for real numbers; keep real and imaginary part as a last dim of 2 "
+                    "(torch.view_as_real) and join them in the loss (torch.view_as_complex)"
+                )
+        narrow = tree.map(lambda p: None if p.dtype == arithmetic.working_dtype(p.dtype) else p, params)
+        master = tree.copies(narrow, arithmetic.working_dtype)
+        state = {"count": _count_like(leaves[0]), **inner.init(tree.merge(master, params))}
+        return state | {"master": master} if tree.leaves(master) else state
+
+    def update(
+        grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
+    ) -> tuple[structure.Tree, structure.Tree]:
+        if norm is not None and norm.limit is not None:
+            grads = clip(grads, norm.value, norm.limit)
+        count, master = state["count"], state.get("master")
+        working = params if master is None else tree.map(_known, tree.merge(master, params), params)
+        grads = tree.map(lambda w, g: g.to(w.dtype), working, grads)
+        updates, new_inner = inner.update(grads, state, working, count)
+        working = tree.add(working, updates)
+        new_state = {"count": count + 1, **new_inner}
+        if master is not None:
+            new_state["master"] = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
+        return tree.map(lambda p, w: w.to(p.dtype), params, working), new_state
+
+    return Optimizer(init, update)
+
+
+def _known(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The master, in the layout of its parameter (one that was decoded does not know it)."""
+    return labels.alike(master, param) if tree.layout_of(master) is None else master
+
+
+def _count_like(leaf: torch.Tensor | ArraySpec) -> torch.Tensor | ArraySpec:
+    if isinstance(leaf, ArraySpec):
+        return ArraySpec(Layout((), torch.int64, leaf.mesh))
+    return torch.zeros((), dtype=torch.int64, device=leaf.device)

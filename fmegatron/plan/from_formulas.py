@@ -1,0 +1,297 @@
+"""The quick plan: memory, traffic, work and time of a step by formulas over layouts, for any mesh, in O(1) of depth.
+
+Memory is the largest of five moments of a microbatch: where the forward turns into the backward (all that blocks keep,
+and the logits twice), in the first and in the last block of the backward, where gradients are stacked, and in the
+optimizer. `exact` counts what these formulas estimate; docs/planning.md has how far they are apart.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fmegatron import model, tree
+from fmegatron.layout import Layout, Mesh, data_parallel
+from fmegatron.model import counts
+from fmegatron.plan.from_trace import in_mib
+from fmegatron.plan.saved import block_bytes
+from fmegatron.plan.setting import Setting, setting_of
+from fmegatron.plan.traffic import sent_by_axes
+from fmegatron.step import Description, Overlap, placements
+from fmegatron.step.timelines import planned
+from fmegatron.tree import structure
+
+__all__ = ["Quick", "quick", "quick_of"]
+
+_NO_DECODER = (
+    "activations and logits, since describe(config) states no decoder whose parameters are those of the state: give it "
+    "to the step.Description, as decoder=, where the step is that of model.loss; with adapters plan.exact counts them"
+)
+_INLINED = 4  # reads of a value that Inductor computes where it is used (its realize_reads_threshold)
+
+
+@dataclass(frozen=True)
+class Quick:
+    """What a step takes on one rank, by formulas.
+
+    state, batch: bytes at rest. moments: name -> bytes above them; transient: the largest. sent: bytes that the rank
+    sends in a step, by axes. flops: of the rank's part of a step, what is recomputed included; model_flops: without it.
+    checkpoint: bytes of the whole state, written: this rank's share of them. unknown: what no formula counts.
+    seconds: of the processor, that the plan took. unknown_memory: those of `unknown` that take memory; where there are
+    any, `peak` is a lower bound, which can show that a step does not fit and never that it does.
+    """
+
+    mesh: Mesh
+    state: int
+    batch: int
+    moments: Mapping[str, int]
+    sent: Mapping[str, int]
+    calls: Mapping[str, int]
+    flops: float
+    model_flops: float
+    optimizer_bytes: int
+    elementwise_bytes: int
+    checkpoint: int
+    tokens: int
+    unknown: tuple[str, ...] = ()
+    seconds: float = 0.0
+    unknown_memory: tuple[str, ...] = ()
+
+    @property
+    def transient(self) -> int:
+        """Bytes above state and batch."""
+        return max(self.moments.values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes of state, batch and transients together."""
+        return self.state + self.batch + self.transient
+
+    @property
+    def written(self) -> int:
+        """Bytes of a checkpoint that each rank writes: replicas share the duty."""
+        return -(-self.checkpoint // self.mesh.size)
+
+    def step_seconds(self, rates: planned.Rates | None = None) -> dict[str, float]:
+        """Estimated seconds of a step by part, and in "total".
+
+        Assumptions: products run at `rates.flops` whatever their shape; elementwise work, the optimizer and buffers
+        move bytes at `rates.memory`; a rank sends its bytes at `rates.network`, whichever axis, after `rates.latency`
+        for each call; nothing of it is hidden behind computation; all ranks have equal work; no data, no logging.
+        """
+        rates = rates or planned.Rates()
+        parts = {
+            "products": self.flops / rates.flops,
+            "elementwise": self.elementwise_bytes / rates.memory,
+            "optimizer": self.optimizer_bytes / rates.memory,
+        }
+        for axes, sent in self.sent.items():
+            parts[f"sent over {axes}"] = sent / rates.network + self.calls.get(axes, 0) * rates.latency
+        return {**parts, "total": sum(parts.values())}
+
+    def __str__(self) -> str:
+        at, most = max(self.moments.items(), key=lambda item: item[1])
+        lines = [
+            f"quick: {in_mib(self.peak)} on a rank of {self.mesh or 'one rank'}: state {in_mib(self.state)}, batch "
+            f"{in_mib(self.batch)}, above them {in_mib(most)} ({at})",
+            *(f"  {in_mib(value):>14s}  {name}" for name, value in self.moments.items()),
+            f"  work       {self.flops:.3g} FLOP a step on this rank, {self.model_flops:.3g} of them the model's",
+            *(
+                f"  sent       {in_mib(sent)} over {axes}, in {self.calls.get(axes, 0)} calls"
+                for axes, sent in self.sent.items()
+            ),
+            f"  checkpoint {in_mib(self.checkpoint)} in all, {in_mib(self.written)} of them written by each rank",
+        ]
+        return "\n".join(lines + [f"  not counted: {what}" for what in self.unknown])
+
+
+def quick(described: Description, *, overlap: Overlap | None = None) -> Quick:
+    """`Quick` of a step, from what `describe(config)` gives; nothing is traced.
+
+    Args:
+        described: of a step of a decoder (`Description.decoder`); of another the state and the traffic of the weights
+            are planned, and `unknown` says so. Its mesh has any size.
+        overlap: as `jit` is given it.
+
+    Raises ValueError for a state that is no State(step, params, opt).
+    """
+    return quick_of(setting_of(described, overlap))
+
+
+def quick_of(setting: Setting, rank: int = 0) -> Quick:
+    """`Quick` of a setting, on one of its ranks."""
+    began = time.process_time()
+    state = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.state))
+    batch = 2 * 8 * setting.rows * setting.microbatches * setting.length
+    sent, calls, unknown = sent_by_axes(setting)
+    moments, more = _moments(setting, rank)
+    flops, model_flops = _flops(setting)
+    whole = sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in tree.leaves(setting.state))
+    params = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params))
+    moved = 2 * state + 2 * params  # state read and written, gradients read for the norm and for the update
+    return Quick(
+        setting.mesh,
+        state,
+        batch,
+        moments,
+        sent,
+        calls,
+        flops,
+        model_flops,
+        moved,
+        _elementwise(setting),
+        whole,
+        setting.tokens,
+        (*unknown, *more, *_without_products(setting)),
+        time.process_time() - began,
+        more,
+    )
+
+
+def _nbytes(layout: Layout, rank: int, dtype: torch.dtype | None = None) -> int:
+    return math.prod(layout.local_shape(rank)) * (dtype or layout.dtype).itemsize
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """(name of a moment -> bytes above the state and the batch there, what no formula counts)."""
+    placed = placements(setting.params, setting.strategy)
+    waiting = 0
+    if setting.microbatches > 1:
+        waiting = sum(_nbytes(layout, rank, _wider(layout.dtype)) for layout in tree.leaves(placed.grads))
+    sizes = dict(zip(tree.paths(placed.params), (_nbytes(x, rank) for x in tree.leaves(placed.params)), strict=True))
+    grads, largest = sum(sizes.values()), max(sizes.values())
+    late = sum(_nbytes(layout, rank) for layout in tree.leaves(placed.optim))
+    moments = {"optimizer": late + (largest if late < grads else 0)}  # where new weights are gathered, one at a time
+    if setting.decoder is None:
+        return moments, (_NO_DECODER,)
+    in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
+    stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0), int(sum(in_blocks) * (1 + _terms(setting))))
+    found, unknown = _of_microbatch(setting, sum(in_blocks))
+    found["gradients stacked"] = stacked
+    if late < grads:  # they meet the shards that the optimizer has: what is sent, and what arrives
+        found["gradients reduced"] = 2 * grads
+    return {**{name: value + waiting for name, value in found.items()}, **moments}, unknown
+
+
+def _terms(setting: Setting) -> float:
+    """Bytes of what the sums of the blocks' gradients are made of, as a share of the sums, while these are stacked.
+
+    A sum that is made on arrival (`Wire.exact`) of at most four terms is computed by Inductor where it is read, in the
+    stack of all blocks, and for one block after another: until then the terms are kept. 0 for all other sums.
+    """
+    ways = setting.mesh.extent(setting.mesh.axes(setting.strategy.params))
+    policy = None if setting.decoder is None else setting.decoder.policy
+    if policy is None or not 1 < ways <= _INLINED:
+        return 0.0
+    wires = tree.leaves(policy.wires(setting.params))
+    return max((ways * wire.reduce.itemsize / 4 for wire in wires if wire.exact and wire.reduce is not None), default=0)
+
+
+def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The moments of forward and backward. grads: bytes of the blocks' gradients as parameters lie."""
+    decoder, mesh = setting.decoder, setting.mesh
+    assert decoder is not None, "who asks has looked"
+    tp, T, number = mesh["tp"], setting.rows * setting.length, decoder.compute_dtype.itemsize
+    gathers = any(mesh[name] > 1 for name in setting.strategy.params)
+    cast = decoder.compute_dtype != decoder.param_dtype
+    kept = works = least = layer = 0
+    unknown: dict[str, None] = {}
+    for (name, parts), count in _kinds(decoder).items():
+        weights = _layer_numbers(setting.params[name], setting) * number
+        one = block_bytes(parts, decoder, setting.rows, setting.length, tp, setting.save, weights)
+        unknown |= dict.fromkeys(one.unknown)
+        kept += count * (one.saved + one.result)
+        works, least, layer = max(works, one.backward), max(least, one.saved + one.result), max(layer, weights)
+    x, V = T * decoder.dim * number, decoder.padded_vocab // tp
+    logits, head = T // decoder.loss_chunks * V * number, V * decoder.dim * number
+    overlap = setting.overlap
+    ordered = overlap is not None and overlap.reorders
+    ahead = 2 * layer if overlap is not None and overlap.depth and gathers else 0
+    sent = 2 * layer if overlap is not None and overlap.late_reductions and gathers else 0  # and what arrives
+    weights = layer + ahead if gathers else layer if cast else 0
+    # Inductor, where it may order a graph, makes the head's gradient after the blocks: what it is made of waits.
+    waits = (head if ordered else logits + x) + 2 * x
+    of_head = waits + (2 * head if ordered and gathers else 0)  # its weights, and its gradient where it arrives
+    if mesh.extent(data_parallel.SEQUENCE_AXES) > 1:
+        unknown["what attention holds of other ranks' keys over cp"] = None
+    unknown |= dict.fromkeys(_without_formula(decoder))
+    return {
+        "turn of the forward": kept + 2 * x + 2 * logits + (head if gathers or cast else 0),
+        "first block of the backward": kept + works + weights + of_head,
+        "last block of the backward": least
+        + waits
+        + grads * (decoder.layers - 1) // decoder.layers
+        + works
+        + weights
+        + sent,
+    }, tuple(unknown)
+
+
+def _without_formula(decoder: model.Decoder) -> Iterator[str]:
+    """What options of a decoder keep beside the widths of its blocks."""
+    parts = [part for block in decoder.blocks for part in block]
+    if decoder.embed_dropout or any(part.dropout for part in parts):
+        yield "what dropout keeps"
+    if decoder.mtp is not None:
+        yield "what multi-token prediction keeps"
+
+
+def _kinds(decoder: model.Decoder) -> Counter[tuple[str, Any]]:
+    """(stack, parts of a block) -> how many there are: equal blocks are looked at once."""
+    stacks = {depth: name for name, stack in decoder.stacks.items() for depth in stack.depths}
+    return Counter((stacks[depth], parts) for depth, parts in enumerate(decoder.blocks))
+
+
+def _layer_numbers(layouts: structure.Tree, setting: Setting) -> int:
+    """Numbers of one layer's weights, whole over the data axes, on a rank."""
+    found = 0
+    for layout in tree.leaves(layouts):
+        whole = math.prod(layout.shape[1:])
+        others = [name for name in layout.sharded if name not in setting.strategy.tokens]
+        found += whole // layout.mesh.extent(tuple(others))
+    return found
+
+
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+def _flops(setting: Setting) -> tuple[float, float]:
+    """(FLOP of this rank's part of a step, those without recomputation)."""
+    if setting.decoder is None:
+        return 0.0, 0.0
+    tokens = setting.rows * setting.microbatches * setting.length
+    whole_length = setting.length * setting.mesh.extent(data_parallel.SEQUENCE_AXES)
+    per_token = counts.flops_per_token(setting.decoder, whole_length)
+    shared = setting.mesh["tp"]
+    mine = tokens * per_token["total"] / shared
+    again = (per_token["matmul"] + per_token["attention"]) / 3 * tokens / shared
+    return mine + (again if setting.save == "inputs" else 0.0), mine
+
+
+def _without_products(setting: Setting) -> tuple[str, ...]:
+    """What `_flops` does not count."""
+    parts = () if setting.decoder is None else dict.fromkeys(p for block in setting.decoder.blocks for p in block)
+    unknown = [part.name for part in parts if part.mixer.products(setting.length, True) is None]
+    return tuple(f"the work of {name!r} besides products with its arrays" for name in dict.fromkeys(unknown))
+
+
+def _elementwise(setting: Setting) -> int:
+    """Bytes that elementwise work reads and writes, roughly: three times what a backward that keeps all would read."""
+    decoder = setting.decoder
+    if decoder is None:
+        return 0
+    tp, total = setting.mesh["tp"], 0
+    for (_, parts), count in _kinds(decoder).items():
+        one = block_bytes(parts, decoder, setting.rows, setting.length, tp, "all", 0)
+        total += count * 3 * one.saved
+    logits = setting.rows * setting.length * decoder.padded_vocab // tp * decoder.compute_dtype.itemsize
+    return setting.microbatches * (total + 5 * logits)

@@ -1,0 +1,298 @@
+"""The exact plan: the memory of a step as Inductor schedules it for any mesh, without ranks, devices or compiling.
+
+The step is traced, lowered and ordered for a world on paper, each of its graphs is scheduled by Inductor, and the
+wrappers run on fake tensors (`plan.wrapper`), layers first: an opaque node counts with its own peak wherever it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fmegatron import tree
+from fmegatron.layout import Layout, Mesh
+from fmegatron.plan.paper import SizedWorld
+from fmegatron.plan.torch_private import FakeTensorMode
+from fmegatron.plan.wrapper import Counted, Held, counted
+from fmegatron.step import Description, Overlap, jitted, passes
+from fmegatron.step.graph import nodes
+from fmegatron.step.timelines import events, planned
+from fmegatron.tree import checks, labels, structure
+
+__all__ = ["Exact", "deep", "exact", "in_mib"]
+
+# Depths that are scheduled in the place of a deeper model: Inductor writes a stack of up to 8 in another way.
+_FEW = ((4, 10), (8, 14))  # the second where the first are too few: three dense layers of other kind, prefetches
+_OTHERWISE = "plan all layers (exact), or give other depths (few=)"
+_Calls = Mapping[str, tuple[int, ...]]
+_SHOWN = 12  # groups of what is alive that are printed
+
+
+class _UnevenError(ValueError):
+    """Layers that do not add the same at the depths that were counted."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Memory of one rank in a step, and the lowered graph that it was counted in.
+
+    state: bytes of the first argument at rest. batch: of the others. transient: the peak above both. held: what is
+    alive there, largest first. graph: lowered and ordered, of which `timeline` is. phases: part of the step -> its peak
+    above the arguments. depth: (layers asked for, layers scheduled) where the peak was continued from shallower models,
+    else None. seconds: of the processor, that the plan took.
+    """
+
+    mesh: Mesh
+    rank: int
+    state: int
+    batch: int
+    transient: int
+    held: tuple[Held, ...]
+    graph: fx.Graph = field(repr=False)
+    phases: Mapping[str, int] = field(repr=False)
+    depth: tuple[int, tuple[int, ...]] | None = None
+    seconds: float = 0.0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of state, batch and transients together."""
+        return self.state + self.batch + self.transient
+
+    def timeline(self, rates: planned.Rates | None = None) -> events.Timeline:
+        """What the step computes and sends when, on paper (`step.timeline`); of the last of `few` layers where the plan
+        was continued. rates: None for unit durations."""
+        return planned.planned(self.graph, rates, f"planned on {self.mesh or 'one rank'}")
+
+    def __str__(self) -> str:
+        lines = [
+            f"exact: {in_mib(self.peak)} on rank {self.rank} of {self.mesh or 'one rank'}: state "
+            f"{in_mib(self.state)}, batch {in_mib(self.batch)}, above them {in_mib(self.transient)}"
+        ]
+        of = ""
+        if self.depth is not None:
+            top = max(self.phases, key=self.phases.__getitem__)
+            few = " and ".join(map(str, self.depth[1]))
+            lines.append(
+                f"  continued to {self.depth[0]} layers from {few}, whose peaks were counted; it is in the {top}"
+            )
+            of = f" of {self.depth[1][-1]} layers"
+        lines.append(f"  alive at the peak{of}:")
+        groups: dict[str, list[Held]] = {}
+        for one in self.held:
+            groups.setdefault(f"{one.op} {one.at} {one.dtype} {one.shape}", []).append(one)
+        ordered = sorted(groups.values(), key=lambda group: -sum(one.nbytes for one in group))
+        for group in ordered[:_SHOWN]:
+            count = f"{len(group)} x " if len(group) > 1 else ""
+            lines.append(f"  {in_mib(sum(one.nbytes for one in group)):>14s}  {count}{group[0]}")
+        if rest := [one for group in ordered[_SHOWN:] for one in group]:
+            lines.append(f"  {in_mib(sum(one.nbytes for one in rest)):>14s}  in {len(rest)} others")
+        return "\n".join(lines)
+
+
+def in_mib(nbytes: float) -> str:
+    """Bytes in MiB, for people."""
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+def exact(
+    step: Callable,
+    state_specs: structure.Tree,
+    batch_layouts: structure.Tree,
+    mesh: Mesh,
+    *,
+    rank: int = 0,
+    overlap: Overlap | None = None,
+    donate: int | Sequence[int] | None = 0,
+    patches: Mapping[str, Any] | None = None,
+) -> Exact:
+    """The memory that `jit(step, donate=..., world=..., overlap=...)` takes on one rank of a mesh, on the CPU.
+
+    Args:
+        step: train_step(state, batch) over symbolic axes, as an experiment's `describe` gives it.
+        state_specs: tree of Layouts or ArraySpecs of its first argument.
+        batch_layouts: of the second.
+        mesh: any size: nothing is started.
+        rank: whose shards.
+        overlap: as `jit` is given it.
+        donate: as `jit` is given it.
+        patches: as `jit` is given them.
+
+    Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
+    """
+    with _world(mesh, rank) as world:
+        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches)[0]
+
+
+def _parts(described: Description) -> tuple[Callable, Any, Any]:
+    return described.function, described.state, described.batch
+
+
+def deep(
+    build: Callable[[int], Description],
+    depth: int,
+    mesh: Mesh,
+    *,
+    few: Sequence[int] | None = None,
+    rank: int = 0,
+    overlap: Overlap | None = None,
+    donate: int | Sequence[int] | None = 0,
+    patches: Mapping[str, Any] | None = None,
+) -> Exact:
+    """`exact` of a model of `depth` equal layers, at the cost of two shallow ones: O(1) of depth.
+
+    The peaks of each part of the step (`plan.wrapper`) are counted at the two depths `few`, and what a layer adds there
+    is added for the layers that are missing. In forward and backward that is what one call of a layer adds to what is
+    alive; all must add the same, and the calls of the deeper graph be those of the shallower one with others put in.
+    Before the first and behind the last layer (the update) it is what two depths say. Layers themselves are counted
+    once. The bytes of the state are known at every depth, and must grow evenly up to `depth`. build(n) gives the
+    `step.Description` of n layers. few: None: 4 and 10, where these do not do 8 and 14. Other arguments are
+    those of `exact`. A depth that is no more than 3/2 of the larger of `few` is counted itself.
+
+    Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
+    that nothing can be continued: plan all layers by `exact`.
+    """
+    if few is None:
+        for one in _FEW[:-1]:
+            with contextlib.suppress(_UnevenError):
+                return deep(build, depth, mesh, few=one, rank=rank, overlap=overlap, donate=donate, patches=patches)
+        few = _FEW[-1]
+    few = tuple(few)
+    if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
+        raise ValueError(
+            f"deep: got few={few}, wanted two depths from 4 on, 4 or more apart, by an even number; give some such as "
+            f"{_FEW[0]}"
+        )
+    how = (overlap, donate, patches)
+    began = time.process_time()
+    if depth <= few[-1] * 3 // 2:
+        return exact(*_parts(build(depth)), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches)
+    layers, missing = few[1] - few[0], depth - few[1]
+    states = [_bytes(build(n).state, rank) for n in (*few, depth)]
+    line = states[1] + missing * (states[1] - states[0]) / layers
+    if abs(states[2] - line) > 0.002 * line:
+        raise _UnevenError(
+            f"deep: got a state of {states[2]:,} bytes at {depth} layers, wanted {line:,.0f}, as {few[0]} and {few[1]} "
+            f"layers have {states[0]:,} and {states[1]:,}; layers differ: {_OTHERWISE}"
+        )
+    known: dict[str, Counted] = {}
+    counts, last = [], None
+    for n in few:
+        with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
+            last, found = _exact(world, known, *_parts(build(n)), *how)
+            counts.append(found)
+    shallow, deeper = counts
+    grows = {name: (value - shallow.phases.get(name, 0)) / layers for name, value in deeper.phases.items()}
+    grows |= _of_layers(shallow.calls, deeper.calls, layers, missing, deeper.peak + missing * max(grows.values()))
+    phases = {name: value + int(missing * grows[name]) for name, value in deeper.phases.items()}
+    assert last is not None, "two depths"
+    took = time.process_time() - began
+    top = max(phases.values())
+    return Exact(mesh, rank, states[2], last.batch, top, last.held, last.graph, phases, (depth, few), took)
+
+
+def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: float) -> dict[str, float]:
+    """By how many bytes the peak of each part between layers grows with each layer.
+
+    layers: how many more the deeper graph has. missing: how many are to be added; equal layers may differ by so much
+    that it comes to 2 % of the peak, about `top`.
+    """
+    if not deeper:
+        raise _UnevenError(
+            f"deep: got a step without layers that are compiled once, wanted calls of them; {_OTHERWISE}"
+        )
+    adds = {}
+    for name, live in deeper.items():
+        a, b = ([y - x for x, y in itertools.pairwise(calls)] for calls in (shallow.get(name, ()), live))
+        more = len(b) - len(a)
+        adds[name] = _put_in(a, b, layers, 0.02 * top / missing) if more > 0 and more % layers == 0 else None
+        if adds[name] is None:
+            raise _UnevenError(
+                f"deep: {name}: got {b} bytes more from call to call, and {a} with {layers} layers fewer, wanted "
+                f"layers that add the same; {_OTHERWISE}"
+            )
+    grows = {}
+    for name, live in deeper.items():
+        outer = name.removesuffix("forward")
+        if outer == name:
+            continue
+        before = (live[0] - shallow[name][0]) / layers
+        forward, backward = before + adds[name], adds.get(f"{outer}backward", 0.0)
+        grows |= {name: max(before, forward), f"{outer}turn": forward}
+        grows[f"{outer}backward"] = forward + max(backward, 0.0) / 2  # its first half
+        grows[f"{outer}late backward"] = forward + max(backward, backward / 2)
+    return grows
+
+
+def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) -> float | None:
+    """What a layer adds: the mean of the steps that the deeper list has beside those of the shallower one, if these are
+    equal, by ones or twos; else None. allowed: by how much they may differ.
+
+    A buffer that is taken again or not, by chance, makes other steps differ.
+    """
+    more = len(deeper) - len(shallow)
+    period = 2 * more // layers
+
+    def apart(at: int) -> tuple[bool, int]:
+        """(whether those put in there differ, how far the steps are that both have), the least is best."""
+        others = zip(shallow, deeper[:at] + deeper[at + more :], strict=True)
+        windows = [sum(deeper[i : i + period]) for i in range(at, at + more - period + 1)]
+        return max(windows) - min(windows) > 2 * allowed, sum(abs(x - y) for x, y in others)
+
+    at = min(range(len(shallow) + 1), key=apart)
+    differ, of_both = apart(at)
+    even = not differ and of_both <= 0.15 * sum(map(abs, deeper))
+    return sum(deeper[at : at + more]) / layers if even else None
+
+
+def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches) -> tuple[Exact, Counted]:
+    began = time.process_time()
+    layouts = [_layouts(state_specs), _layouts(batch_layouts)]
+    for which, given in zip(("state", "batch"), layouts, strict=True):
+        checks.require_mesh(given, world.mesh, f"plan: the {which}", "the mesh of the plan")
+    with FakeTensorMode():
+        arguments = tuple(tree.map(lambda layout: _local(layout, world.rank), given) for given in layouts)
+    target = passes.Target(world, "inductor", tuple(sorted((patches or {}).items())), overlap)
+    positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
+    compiled = jitted.Compiled(step, arguments, positions, target)
+    found = _count(compiled.program, known, "step")
+    graph = compiled.stages["overlap"].graph
+    state, batch = (_bytes(given, world.rank) for given in layouts)
+    took = time.process_time() - began
+    plan = Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took)
+    return plan, found
+
+
+def _count(program: passes.Program, known: dict[str, Counted], label: str) -> Counted:
+    """The memory of a program, its layers first. known: name of a graph, by its content -> what is counted already."""
+    inside = {}
+    for bound in nodes.opaque_entries(program.graph_module.graph):
+        if bound.name not in known:
+            known[bound.name] = _count(bound.program, known, bound.label)
+        inside[bound.op] = known[bound.name]
+    return counted(program.graph_module, program.fakes, dict(program.settings), inside, label)
+
+
+def _world(mesh: Mesh, rank: int) -> SizedWorld:
+    if not 0 <= rank < mesh.size:
+        raise ValueError(f"plan: got rank={rank}, wanted one of 0 to {mesh.size - 1} of the mesh {mesh}")
+    return SizedWorld(mesh, rank)
+
+
+def _layouts(given: structure.Tree) -> structure.Tree:
+    return tree.map(lambda leaf: leaf if isinstance(leaf, Layout) else leaf.layout, given)
+
+
+def _local(layout: Layout, rank: int) -> torch.Tensor:
+    return labels.labelled(torch.empty(layout.local_shape(rank), dtype=layout.dtype), layout)
+
+
+def _bytes(given: structure.Tree, rank: int) -> int:
+    return sum(math.prod(x.local_shape(rank)) * x.dtype.itemsize for x in tree.leaves(_layouts(given)))

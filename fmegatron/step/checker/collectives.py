@@ -1,0 +1,405 @@
+"""The rule for all collectives, from the types that their entries state: partial, sharded, replicated.
+
+A type before of None states nothing of the operand, and what is stated after is taken without proof: of `declare`, and
+of collectives whose result is another value than their operand (a broadcast).
+
+Proofs: a collective over an axis that shards another dim, a pending maximum that is summed, a sum of a pending sum of
+another kind. A sum of replicas is n times too large until it is divided by n (`marks.py`). Open: a sum of what depends
+on the rank's index without a `declare`. Parts that are brought together although they are terms of a sum (all_gather
+of a pending sum, psum of shards) mean something once they are reduced along the dim (`dims.Fold`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fmegatron.collectives import kinds, places, table
+from fmegatron.layout import split
+from fmegatron.step.checker.context import Scope, op_name, suspected
+from fmegatron.step.checker.dims import (
+    UNIFORM,
+    Atom,
+    Dim,
+    Fold,
+    beside,
+    canonical,
+    constant_along,
+    cut,
+    filled_in,
+    folds_of,
+    interleaved,
+    order_of,
+    over,
+    plain,
+    size_of,
+    stripped,
+)
+from fmegatron.step.checker.marks import raised
+from fmegatron.step.checker.movement import reshaped
+from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of
+from fmegatron.step.checker.values import (
+    First,
+    Mark,
+    Pending,
+    Somewhere,
+    Unknown,
+    Value,
+    Varying,
+    Wrong,
+    filled,
+)
+
+Node = torch.fx.Node
+_DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a sum; declare it where it is made'
+
+
+def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """What a collective leaves of each tensor of its list."""
+    collective, axes, xs = kinds.collective_of(node.target), tuple(given["axes"]), given["xs"]
+    assert collective is not None and collective.type is not None, "`_rule_of` has found one"
+    own = collective.each(node.args[3:], len(xs))
+    shapes = [result.shape for result in node.meta["val"]]
+    out = [
+        _after(scope, node, x, axes, *collective.type(*mine), shape)
+        for x, mine, shape in zip(xs, own, shapes, strict=True)
+    ]
+    counts = [scope.values[n] for n in node.args[3:] if isinstance(n, Node)]
+    if collective is table.CUT:
+        return [_by_index(scope, node, x, axes, counts[0]) for x in out]
+    return [_by_counts(node, x, axes, counts) for x in out] if counts else out
+
+
+def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
+    match _over(axes, before), _over(axes, after):
+        case kinds.Partial(kind), kinds.Replicated():
+            return equal_over(axes, _zeros(_reduced(scope, node, x, axes, kind)))
+        case kinds.Partial(kind), kinds.Sharded(place):
+            return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
+        case kinds.Sharded(place), kinds.Replicated():
+            return equal_over(axes, _gathered(scope, node, x, axes, place))
+        case kinds.Replicated(), kinds.Sharded(place):
+            return _zeros(_cut(scope, node, _replicated(node, x, axes), axes, place))
+        case kinds.Sharded(places.Place((concat, *_) as concats)), kinds.Sharded(
+            places.Place((split, *_) as splits)
+        ) if len({*concats}) == len({*splits}) == 1:
+            return _exchanged(scope, node, x, axes, concat_dim=concat, split_dim=split)
+        case kinds.Own(), kinds.Own():
+            return _rows(scope, node, x, axes, shape[0])
+        case None, kinds.RankIndex():
+            return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
+        case None, kinds.Permuted():
+            return _permuted(x, axes)
+        case None, kinds.Replicated() | kinds.Partial() | kinds.Sharded() | kinds.Own() as stated:
+            if kinds.collective_of(node.target) is table.DECLARE:
+                return declared(scope, node, x, axes, stated)
+            return made(scope, node, x, axes, stated, shape)
+    open_ = scope.unknown(node, f"its type is {before} -> {after}, for which the check has no rule")
+    return Value(tuple(plain(n) for n in shape)).marked(dict.fromkeys((*axes, *sorted(x.axes())), open_))
+
+
+def _over(axes: tuple[str, ...], type_: Any) -> Any:
+    """A type over these axes: a place of one dim is that of all of them."""
+    if not isinstance(type_, kinds.Sharded) or len(type_.place.dims) != 1:
+        return type_
+    return kinds.Sharded(replace(type_.place, dims=type_.place.dims * len(axes)))
+
+
+def _replicated(node: Node, x: Value, axes: tuple[str, ...]) -> Value:
+    """What must be the same on all ranks of the axes, of which each then keeps its part."""
+    marks: dict[str, Mark | None] = {}
+    for axis in axes:
+        if not x.replicated(axis) and not x.is_(axis, *OPEN):
+            what = f"{op_name(node)} takes a part of a value that is {x.state(axis)}"
+            marks[axis] = Wrong(node, what, f"reduce or gather it over {axis!r} first", x.birth(axis))
+    return x.marked(marks)
+
+
+def _by_index(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], index: Value) -> Value:
+    """The part of a value that each rank keeps by its index along the axes."""
+    if index.index_of == axes and index.scale == 1:
+        return x
+    why = f"{op_name(node)} by a number that is not the rank's index over {'+'.join(axes)}"
+    return x.marked({axis: scope.unknown(node, why) for axis in axes if not x.is_(axis, *OPEN)})
+
+
+def _zeros(x: Value) -> Value:
+    """Of zeros a sum and a part are zeros, whatever the axes."""
+    return filled([size_of(dim) for dim in x.dims], 0) if x.constant == 0 else x
+
+
+def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: str, scatters: bool = False) -> Value:
+    """What a reduction over these axes leaves. scatters: of it each rank takes a part then."""
+    name = op_name(node)
+    marks: dict[str, Mark | None] = {}
+    replicas, folds = [], []
+    for axis in axes:
+        mark = x.marks.get(axis)
+        marks[axis] = left_of(mark)
+        if isinstance(mark, (*OPEN, First)) or x.pending(axis, wanted) or x.constant == 0:
+            continue
+        if isinstance(mark, Somewhere) and mark.or_sum and wanted == "sum":
+            continue
+        if mark is None and not x.shards(axis):
+            if wanted == "sum" and x.equal_terms and x.constant is None:
+                why = f"{name} of what is a term of every rank, or complete already: it was added up as often as copied"
+                marks[axis] = scope.unknown(node, why)
+            elif wanted == "sum" and not (x.equal_terms or x.portion.get(axis) == "exact"):
+                replicas.append(axis)
+        elif mark is None and not scatters:
+            folds.append(axis)
+        elif isinstance(mark, (Varying, Somewhere)) or (isinstance(mark, Pending) and wanted == "max"
+                                                         and mark.kind == "logsumexp"):  # fmt: skip
+            what = "on the rank's index" if isinstance(mark, Varying) else "on the rank"
+            marks[axis] = scope.unknown(node, f"{name} of a value that depends {what}", _DECLARE)
+        else:
+            state, birth = x.state(axis), mark.birth if isinstance(mark, Pending) else None
+            marks[axis] = Wrong(node, f"{name} of a value that is {state}",
+                       f"only a pending {wanted} may be reduced over {axis!r}; wrong axis?", birth)  # fmt: skip
+    out = _folded(x, folds, wanted, node).marked(marks)
+    if x.constant is not None and wanted == "sum":
+        out = replace(out, constant=x.constant * scope.mesh.extent(axes))
+    # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis.
+    still = [a for a in scope.mesh.names if x.equal_terms and scope.mesh[a] > 1 and out.replicated(a)]
+    portion = {**dict.fromkeys(still, "exact"), **out.portion}
+    out = replace(out, equal_terms=False, portion={a: p for a, p in portion.items() if a not in axes})
+    for axis in replicas:
+        what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
+        maybe = x.portion.get(axis) == "maybe"
+        out = raised(out, [axis], 1, node, what, sure=not maybe, loose=maybe)
+    return replace(out, constant=0) if x.constant == 0 else out
+
+
+def _folded(x: Value, axes: list[str], kind: str, node: Node) -> Value:
+    """Shards that were reduced element by element: their dim is still to be reduced in the same way."""
+    if not axes:
+        return x
+    dims = list(x.dims)
+    for axis in axes:
+        for d in x.shards(axis):
+            fold = Fold(kind, axis, node)
+            dims[d] = tuple(a._replace(fold=fold) if axis in a.sharded else a for a in dims[d])
+    return replace(replace(x, dims=tuple(dims)).without(axes), data=False)
+
+
+def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: places.Place) -> Value:
+    """What is left when each rank keeps the part of a place."""
+    true = dict(place.true)
+    for dim in range(len(x.dims)):
+        names = axes_on(axes, place, dim)
+        if names:
+            x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else (), true.get(dim))
+    if not place.block:
+        return x
+    x = reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
+    flat = axes_on(axes, place, places.FLAT)
+    return _dim_cut(scope, node, x, 0, flat, (), true.get(places.FLAT), ranges=True) if flat else x
+
+
+def _dim_cut(
+    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...],
+    true: tuple[int, ...] | None = None, ranges: bool = False,
+) -> Value:  # fmt: skip
+    """true: sizes of the parts of the dim where what is left is padded. ranges: of a flattened block."""
+    atoms, n = x.dims[dim], scope.mesh.extent(axes)
+    folds = folds_of(atoms)
+    for fold in folds:
+        what = f"takes parts of what {op_name(fold.node)} brought together"
+        x = x.marked({fold.axis: suspected(node, what, "reduce it along the dim first")})
+    whole = canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms))
+    dims = list(x.dims)
+    if true is not None:
+        room = sum(split.rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
+        first = whole[0] if len(whole) == 1 and not whole[0].runs else None
+        if first is None or folds or ranges:
+            dims[dim] = (Atom(room, axes, frozenset(), () if folds else whole),)
+        else:
+            cuts = starts_of(split.rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
+            dims[dim] = (Atom(room, (*(first.axes or ()), *axes), cuts, first.inner),)
+        return replace(x.with_dims(dims), constant=x.constant if x.constant == 0 else None)
+    if folds:
+        dims[dim] = plain(size_of(atoms) // n)
+    elif parts and len(whole) == 1 and whole[0].plain:
+        dims[dim] = (Atom(whole[0].size // n, (*(whole[0].axes or ()), *axes), starts_of(parts)),)
+    else:
+        dims[dim] = cut(whole, axes, n)
+    return x.with_dims(dims)
+
+
+def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: places.Place) -> Value:
+    """A value in full over the axes. Where the place describes what a dim consists of, they must shard just that."""
+    true = dict(place.true)
+    if place.block:
+        x = _dim_gathered(scope, node, x, 0, axes_on(axes, place, places.FLAT), None, False, "the flattened block")
+        x = _without_padding(x, 0, math.prod(place.block), (), true.get(places.FLAT))
+        x = reshaped(scope, node, x, place.block)
+    for dim in range(len(x.dims)):
+        names, here = axes_on(axes, place, dim), dim == place.interleaved
+        if names:
+            parts = place.parts if here else ()
+            x = _dim_gathered(scope, node, x, dim, names, parts, here and not parts, f"dim {dim}")
+            sizes = true.get(dim, ())
+            x = _without_padding(x, dim, sum(sizes), sizes, true.get(dim))
+    return x
+
+
+def _without_padding(x: Value, dim: int, size: int, parts: tuple[int, ...], true: tuple[int, ...] | None) -> Value:
+    """A gathered dim, of which a place with padding (`true`) leaves out all but `size`."""
+    atoms = x.dims[dim]
+    if true is None or size_of(atoms) == size:
+        return x
+    first = atoms[0] if len(atoms) == 1 else Atom(size, order_of(atoms))
+    cuts = starts_of(parts) if first.axes else frozenset()
+    return x.with_dims((first._replace(size=size, cuts=cuts),) if d == dim else one for d, one in enumerate(x.dims))
+
+
+def _dim_gathered(
+    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...] | None, loose: bool,
+    what: str,
+) -> Value:  # fmt: skip
+    """parts: sizes in the shard, () for none, None where that does not matter. loose: whatever the ranks have is put
+    side by side."""
+    if not axes:
+        return x
+    atoms, n = interleaved(x.dims[dim]), scope.mesh.extent(axes)
+    first = atoms[0] if atoms else Atom(1, ())
+    own = first.axes or ()
+    left, minor = tuple(a for a in own if a not in axes), own[len(own) - len(axes) :] == axes
+    constant = constant_along(atoms)
+    marks: dict[str, Mark | None] = {}
+    terms: dict[str, Fold] = {}
+    vague = False
+    for axis in axes:
+        mark = x.marks.get(axis)
+        marks[axis] = left_of(mark)
+        if isinstance(mark, OPEN) or (mark is None and (constant or axis in (over(atoms) if loose else own))):
+            continue
+        if isinstance(mark, Varying) or (isinstance(mark, Somewhere) and mark.or_sum):
+            fix = 'declare(x, axis, forward=("sharded", dim)) says that its parts are shards'
+            marks[axis] = scope.unknown(node, "all_gather of a value that depends on the rank's index", fix)
+        elif isinstance(mark, Somewhere):  # on one of its dims, of which a shard of one element leaves no trace
+            vague = True
+            if mark.dims is not None and dim not in mark.dims:
+                text = f"all_gather of {what} of a value that is sharded on one of the dims {mark.dims}"
+                marks[axis] = Wrong(node, text, "gather the dim that the axis shards")
+        elif loose and isinstance(mark, Pending) and mark.kind in ("sum", "max", "min"):
+            terms[axis] = Fold(mark.kind, axis, node)
+        elif loose and mark is None and not x.shards(axis):
+            terms[axis] = Fold("copies", axis, node)
+        elif loose and isinstance(mark, Pending):
+            marks[axis] = scope.unknown(node, f"all_gather of a pending {mark.kind}")
+        elif mark is None or isinstance(mark, Pending):
+            text, birth = f"all_gather of {what} of a value that is {x.state(axis)}", mark.birth if mark else None
+            marks[axis] = Wrong(node, text, "remove it, or gather the axis that shards it, on its dim", birth)
+    known = not (any(marks.values()) or terms or constant or vague)
+    if known and not minor and (first.plain and set(axes) <= set(own) or not loose):
+        wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
+                   "gather the minor axes first, or all in their order")  # fmt: skip
+        marks = dict.fromkeys(axes, wrong)
+    starts = starts_of(parts or ())
+    if known and not loose and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
+        wrong = Wrong(node, f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
+                   f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
+        marks = dict.fromkeys(axes, wrong)
+    if terms:
+        after: Dim = (*beside(scope.mesh, axes, terms), *stripped(atoms, axes))
+    elif constant:  # the same everywhere: of the parts of a dim, too
+        after = (Atom(size_of(atoms) * n, UNIFORM),)
+    elif any(marks.values()) and not loose:
+        after = plain(size_of(atoms) * n)
+    elif vague:  # rank by rank
+        after = (Atom(n, ()), *stripped(atoms, axes))
+    elif first.inner and not left:
+        after = first.inner
+    elif minor and (first.inner or (first.cuts and not loose)):
+        cuts = frozenset(c * n for c in first.cuts) if left else frozenset()
+        after = (Atom(first.size * n, left, cuts, first.inner), *atoms[1:])
+    elif first.plain and not first.cuts and set(axes) <= set(own):
+        after = (*filled_in(own, axes, scope.mesh, first.size), *atoms[1:])
+    else:  # rank by rank
+        after = (Atom(n, ()), *stripped(atoms, axes))
+    out = x.marked(marks)
+    dims = list(out.dims)
+    dims[dim] = tuple(after)
+    return replace(out, constant=None if loose else out.constant).with_dims(dims)
+
+
+def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, split_dim: int, concat_dim: int) -> Value:
+    """all_to_all over `axes`: one dim is gathered, another cut. Of a pending sum the parts of all ranks are beside each
+    other then, to be summed."""
+    n = scope.mesh.extent(axes)
+    marks: dict[str, Mark | None] = {}
+    terms: dict[str, Fold] = {}
+    for axis in axes:
+        mark, held = x.marks.get(axis), any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
+        marks[axis] = left_of(mark)
+        constant = mark is None and constant_along(x.dims[concat_dim])
+        if isinstance(mark, Varying):
+            marks[axis] = mark
+        if isinstance(mark, (*OPEN, Varying, Somewhere)) or held or constant:
+            continue
+        if isinstance(mark, Pending) and mark.kind in ("sum", "max", "min") and split_dim != concat_dim:
+            terms[axis] = Fold(mark.kind, axis, node)
+            continue
+        birth = mark.birth if isinstance(mark, Pending) else None
+        marks[axis] = Wrong(node, f"all_to_all gathers dim {concat_dim} of a value that is {x.state(axis)}",
+                   "gather the dim that the axis shards; a pending sum goes through reduce_scatter", birth)  # fmt: skip
+    whole = replace(x.without(axes), data=False)
+    dims = list(whole.dims)
+    if terms:
+        dims[concat_dim] = (*beside(scope.mesh, axes, terms), *x.dims[concat_dim])
+    else:
+        dims[concat_dim] = canonical(_whole_again(x.dims[concat_dim], axes, n))
+    out = _dim_cut(scope, node, whole.with_dims(dims), split_dim, axes, ())
+    marks = {axis: mark for axis, mark in marks.items() if mark is not None}
+    return out.marked(marks)
+
+
+def _whole_again(atoms, axes, n):
+    """A dim after an exchange that gathers it: what was cut before, if it is known."""
+    first = atoms[0] if atoms else Atom(1, ())
+    left = tuple(a for a in (first.axes or ()) if a not in axes)
+    if first.inner and not left:
+        return first.inner
+    inner = first.inner if first.axes == left + axes else ()
+    return (Atom(first.size * n, left, frozenset(), inner), *atoms[1:])
+
+
+def _rows(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], rows: int) -> Value:
+    """Rows of each rank's own that went to other ranks. They are in another order over all axes that sharded them."""
+    if x.constant == 0:
+        return filled([rows, *map(size_of, x.dims[1:])], 0)
+    marks: dict[str, Mark | None] = {axis: Varying() for axis in over(x.dims[0])}
+    for axis in axes:
+        mark = x.marks.get(axis)
+        marks[axis] = left_of(mark) or Varying()
+        if isinstance(mark, Pending) or (mark is None and axis not in over(x.dims[0])):
+            birth = mark.birth if isinstance(mark, Pending) else None
+            marks[axis] = Wrong(node, f"{op_name(node)} of rows that are {x.state(axis)}",
+                       f"rows that each rank of {axis!r} has for itself are exchanged; wrong axis?", birth)  # fmt: skip
+    out = x.marked(marks)
+    return replace(out, data=False, equal_terms=False).with_dims((plain(rows), *out.dims[1:]))
+
+
+def _by_counts(node: Node, x: Value, axes: tuple[str, ...], counts: list[Value]) -> Value:
+    """What is known of tensors by which it was decided what is sent, holds for what was sent."""
+    for one in counts:
+        marks = {axis: mark for axis, mark in one.marks.items() if isinstance(mark, OPEN) and not x.is_(axis, *OPEN)}
+        for axis in one.having(Pending):
+            marks[axis] = Wrong(node, f"{op_name(node)} by counts that are {one.state(axis)}",
+                       "count the rows of this rank", one.birth(axis))  # fmt: skip
+        x = x.marked({axis: x.marks[axis] if x.is_(axis, Wrong) else mark for axis, mark in marks.items()})
+        others = [axis for axis in one.axes() if axis not in axes and x.replicated(axis)]
+        x = x.marked(dict.fromkeys(others, Varying()))
+    return x
+
+
+def _permuted(x: Value, axes: tuple[str, ...]) -> Value:
+    # What is sharded is elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms.
+    moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere)]
+    open_ = {a: left_of(x.marks[a]) for a in axes if x.is_(a, Unknown)}
+    out = x.marked(open_).marked(dict.fromkeys(moved, Varying()))
+    return replace(out, data=False, index_of=(), ramp=False) if moved else out

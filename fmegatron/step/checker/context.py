@@ -1,0 +1,205 @@
+"""Context of a check: the mesh, the values so far, findings with their lines, and reasons why a value is unknown."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron.collectives import kinds, torch_private
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step.checker.values import Suspect, Unknown, Value, number
+from fmegatron.step.graph.nodes import items_of, node_of
+
+_SHOWN = 3  # so many names of outputs are written out
+# rule(scope, node, arguments by the names of the op's schema, with Values in place of tensors) -> the Value of the
+# result, a list of them where the op has several results, or None where the rule does not cover this use.
+Rule = Callable[["Scope", torch.fx.Node, dict[str, Any]], Any]
+Rules = Mapping[str, Rule]
+GO_ON = (
+    "Go on: write it with other ops, say what it is (declare), vouch for the line (allow), or prove the step on "
+    "simulated ranks (testing.assert_parity)"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake: where (file.py:line; of the forward for nodes of the backward), which op, over which mesh axis.
+
+    what: what is wrong.  fix: what would be right.  born: the line from which on the value was a pending sum, or "".
+    """
+
+    at: str
+    op: str
+    axis: str
+    what: str
+    fix: str
+    born: str = ""
+
+    def __str__(self) -> str:
+        since = f" (pending since {self.born})" if self.born else ""
+        return f"{self.at}: {self.op} over {self.axis!r}: {self.what}{since}. Fix: {self.fix}"
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """A line at which the rules end, and what is not proven because of it.
+
+    at, op: as in `Finding`.  axes: over which of them.  why: what no rule can decide.  fix: how to go on.  outputs:
+    paths of the result that depend on it ("0/params/w", "1/loss").
+    """
+
+    at: str
+    op: str
+    axes: tuple[str, ...]
+    why: str
+    fix: str
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(self.outputs[:_SHOWN])
+        more = f" and {len(self.outputs) - _SHOWN} more" if len(self.outputs) > _SHOWN else ""
+        axes = " and ".join(map(repr, self.axes))
+        return f"{self.at}: unproven: {self.op} over {axes}: {self.why}; so {names}{more} may be wrong. {self.fix}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """findings: proofs of mistakes, in graph order.  unproven: what no rule can decide, with the outputs it concerns.
+    silenced: findings and unproven lines that the caller vouches for, with the reason.  found: (number of an output,
+    its layout), of outputs that may have any and are proven to have that of the array in whose place they stand.
+    """
+
+    findings: tuple[Finding, ...]
+    unproven: tuple[Unproven, ...] = ()
+    silenced: tuple[tuple[Finding | Unproven, str], ...] = ()
+    found: tuple[tuple[int, Layout], ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether all outputs are proven: nothing was found, and nothing is open."""
+        return not self.findings and not self.unproven
+
+    @property
+    def unproven_outputs(self) -> tuple[str, ...]:
+        """Paths of the result of which nothing is claimed, each once."""
+        return tuple(dict.fromkeys(path for one in self.unproven for path in one.outputs))
+
+    def __str__(self) -> str:
+        lines = [str(f) for f in self.findings] or ["no findings"]
+        lines += map(str, self.unproven)
+        lines += [
+            f"{f.at}: silenced ({reason}): {f.what if isinstance(f, Finding) else f.why}" for f, reason in self.silenced
+        ]
+        return "\n".join(lines)
+
+    def require(self, what: str = "step") -> Report:
+        """This report, or ValueError with all findings. What is unproven is no mistake: it raises nothing."""
+        if self.findings:
+            head = f"{what}: {len(self.findings)} finding{'s' * (len(self.findings) > 1)} of the check of collectives:"
+            raise ValueError("\n  ".join([head, *map(str, self.findings)]))
+        return self
+
+
+class Signature(NamedTuple):
+    """What is the same in all calls of one op: its name, names and defaults of its arguments, its rule (None: none)."""
+
+    op: str
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+    rule: Rule | None
+
+
+class Reason(NamedTuple):
+    """Why nothing is known of a value: the fields of `Unproven` that do not depend on the outputs."""
+
+    at: str
+    op: str
+    why: str
+    fix: str
+
+
+@dataclass
+class Scope:
+    """One interpretation of a graph; the graph inside a compiled layer has `values` of its own and shares the rest."""
+
+    mesh: Mesh
+    values: dict[torch.fx.Node, Any] = field(default_factory=dict)
+    live: set[torch.fx.Node] = field(default_factory=set)
+    findings: dict[Finding, int] = field(default_factory=dict)  # with the number of its node in order
+    order: dict[torch.fx.Node, int] = field(default_factory=dict)
+    reasons: dict[Reason, int] = field(default_factory=dict)
+    signatures: dict[Any, Signature] = field(default_factory=dict)
+    layers: dict[torch.fx.Graph, list[tuple]] = field(default_factory=dict)  # calls: (arguments, results)
+    levels: dict[tuple, dict[torch.fx.Node, int]] = field(default_factory=dict)  # see `corrects`
+    pieces: dict[Any, torch.fx.Graph | None] = field(default_factory=dict)  # what ops are made of
+    depth: int = 0  # of ops that are made of others
+
+    def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
+        """Note a finding at a node, when what came of it has arrived at an output."""
+        born = line_of(birth) if birth is not None else ""
+        finding = Finding(line_of(node), op_name(node), axis, what, fix, born)
+        self.findings.setdefault(finding, self.order.get(node, len(self.order)))
+
+    def unknown(self, node: torch.fx.Node, why: str, fix: str = GO_ON, own: bool = False) -> Unknown:
+        """The mark of what no rule can decide from a node on; own: as in `Unknown`."""
+        reason = Reason(line_of(node), op_name(node), why, fix)
+        return Unknown(frozenset((self.reasons.setdefault(reason, len(self.reasons)),)), own)
+
+    def reason(self, origin: int) -> Reason:
+        """The reason of that number."""
+        return list(self.reasons)[origin]
+
+    def corrects(self, node: torch.fx.Node, axis: str, births: frozenset[torch.fx.Node]) -> bool:
+        """Whether a node depends on a reduction over the axis of what came from one of `births`."""
+        # 0: does not come from a birth, 1: does, 2: through a collective over the axis. Each node is looked at once.
+        levels = self.levels.setdefault((births, axis), dict.fromkeys(births, 1))
+        todo = [node]
+        while todo:
+            one = todo[-1]
+            ahead = [] if one in levels else [n for n in one.all_input_nodes if n not in levels]
+            todo += ahead
+            if ahead:
+                continue
+            todo.pop()
+            if one not in levels:
+                level = max([levels[n] for n in one.all_input_nodes], default=0)
+                levels[one] = 2 if level and _communicates(one, axis) else level
+        return levels[node] == 2
+
+
+def _communicates(node: torch.fx.Node, axis: str) -> bool:
+    collective = kinds.collective_of(node.target)
+    return collective is not None and collective.sent is not None and axis in items_of(node.args[1])
+
+
+def line_of(node: torch.fx.Node) -> str:
+    """file.py:line of a node."""
+    return node.meta.get("at", "?")
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """The name of a node's op, without namespace and overload: "add"."""
+    if node.target is operator.getitem:  # one of several results
+        return op_name(node_of(node.args[0]))
+    schema = torch_private.schema_of(node.target)
+    return schema.name.partition("::")[2] if schema is not None else str(node.op)
+
+
+def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
+    """The local shape of a node's result."""
+    return tuple(node.meta["val"].shape)
+
+
+def as_value(argument: Any) -> Value:
+    """An argument that may be a tensor or a number."""
+    return argument if isinstance(argument, Value) else number(argument)
+
+
+def suspected(node: torch.fx.Node, what: str, fix: str, birth: torch.fx.Node | None = None) -> Suspect:
+    """The mark of a part of a rank that is used, at a node, as if it were all there is."""
+    births = frozenset([birth] if birth is not None else [node, *node.all_input_nodes])
+    return Suspect(node, what, fix, birth, births)

@@ -1,0 +1,364 @@
+"""Rules for fused ops (attention, norms, losses) and for ops that need some dims in full (transforms, pools)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fmegatron.step.checker.arithmetic import contraction, elementwise, settled
+from fmegatron.step.checker.context import Rule, Rules, Scope, op_name, shape_of
+from fmegatron.step.checker.dims import UNIFORM, Atom, over, plain, size_of
+from fmegatron.step.checker.marks import raised
+from fmegatron.step.checker.reductions import along, reduction
+from fmegatron.step.checker.values import Mark, Pending, Somewhere, Suspect, Value, counted, filled
+
+Node = torch.fx.Node
+_ATTENTION = tuple(
+    f"_scaled_dot_product_{kernel}"
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+)
+_SQUARE = (
+    "linalg_inv_ex linalg_cholesky_ex _linalg_eigh _linalg_svd linalg_lu_factor_ex linalg_ldl_factor_ex _linalg_det"
+)
+_SQUARE += " _linalg_slogdet linalg_matrix_exp cholesky_inverse linalg_eig linalg_qr"
+_POOLS = "avg_pool2d _adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d"
+_MAXIMA = "max_pool2d_with_indices adaptive_max_pool2d"
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
+    """q[B, H, S, E], k and v[B, H, T, E] -> [output, logsumexp, ...]: heads, batch run along; T and E must be whole.
+
+    The signatures of torch's CPU, flash, memory-efficient and cuDNN kernels agree in what matters here.
+    """
+    q, k, v = _located(scope, node, given)
+    parts = over(k.dims[2]) & over(v.dims[2])
+    k, v = (_all_of(scope, node, t, (2, 3), what) for t, what in ((k, "attention keys"), (v, "attention values")))
+    q = _all_of(scope, node, q, (3,), "attention queries")
+    masked = _masked(scope, node, given, q)
+    out = elementwise(scope, node, "function", [_heads(t, q) for t in (masked, k, v)])
+    full = replace(out, dims=(*out.dims[:2], q.dims[2], v.dims[3]))
+    rows = replace(out, dims=(*out.dims[:2], q.dims[2]))
+    known = [axis for axis in parts if rows.is_(axis, Suspect)]  # what combines the parts of ranks
+    rows = rows.marked({axis: Pending("logsumexp", node) for axis in known})
+    rest = [counted(m.shape) if isinstance(m, torch.Tensor) else None for m in node.meta["val"][2:]]
+    return [full, rows, *rest]
+
+
+def _located(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """Queries, keys and values; what one of them shows of dims that shapes leave open holds for the others."""
+    q, k, v = (given[name] for name in ("query", "key", "value"))
+    for _ in range(2):
+        k, v = (settled(scope, node, t, 3, q, 3, 2) for t in (k, v))
+        q = settled(scope, node, q, 3, k, 3, 2)
+    return [q, k, v]
+
+
+def _all_of(scope: Scope, node: Node, x: Value, dims: tuple[int, ...], what: str) -> Value:
+    for dim in dims:
+        x = along(scope, node, x, dim, what)
+    return x
+
+
+def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
+    """Gradients of q, k, v: linear in that of the output."""
+    g = given["grad_out" if "grad_out" in given else "grad_out_"]
+    q, k, v = _located(scope, node, given)
+    masked = _masked(scope, node, given, q)
+    rest = elementwise(scope, node, "function", [_heads(t, q) for t in (masked, k, v)])
+    out = elementwise(scope, node, "product", [_heads(g, q), rest])
+    count = len(node.meta["val"])
+    rows = over(q.dims[2]) - over(k.dims[2])  # each rank has queries of its own, and all keys
+    grads = [replace(out, dims=t.dims).marked({**_vague(t), **out.marks}) for t in (q, k, v)]
+    pending = {axis: Pending("sum", node) for axis in rows if axis not in out.marks}
+    return [grads[0], *(g.marked(pending) for g in grads[1:])] + [None] * (count - 3)
+
+
+def _vague(t: Value) -> dict[str, Mark]:
+    """Of axes whose dim is not known: the gradient lies as the value does, whatever the other operands show."""
+    return {axis: mark for axis, mark in t.marks.items() if isinstance(mark, Somewhere)}
+
+
+def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
+    """Queries with what is known of the rows of their mask [.., S, T]; all of T is there, as of keys."""
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if mask is None:
+        return q
+    mask = along(scope, node, mask, len(mask.dims) - 1, "attention mask")
+    rows = elementwise(scope, node, "function", [q.with_dims((*q.dims[:3], ())), mask.with_dims((*mask.dims[:-1], ()))])
+    return replace(q, dims=rows.dims).marked(rows.marks)
+
+
+def _heads(t: Value, q: Value) -> Value:
+    """Batch and heads; a head of keys that several heads of queries use is the same for all of these."""
+    group = size_of(q.dims[1]) // size_of(t.dims[1])
+    return t.with_dims((t.dims[0], (*t.dims[1], *((Atom(group, UNIFORM),) if group > 1 else ())), (), ()))
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+def norm(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """native_layer_norm and _fused_rms_norm over the last dims, which must be full -> (output, statistics...)."""
+    x = _whole_end(scope, node, given)
+    more = [given[name] for name in ("weight", "bias") if given.get(name) is not None]
+    out = elementwise(scope, node, "function", [x, *more])
+    count = len(given["normalized_shape"])
+    rows = out.with_dims(() if d >= len(out.dims) - count else dim for d, dim in enumerate(out.dims))
+    return [out] + [rows] * (len(node.meta["val"]) - 1)
+
+
+def norm_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
+    """Gradients of input, weight and bias: the last two are summed over all rows, so pending where rows are sharded."""
+    g, x = given["grad_out"], _whole_end(scope, node, given)
+    weight = given.get("weight")
+    rows = list(range(len(x.dims) - len(given["normalized_shape"])))
+    dx = elementwise(scope, node, "product", [g, x if weight is None else _of(scope, node, x, weight)])
+    sums = []
+    if rows:
+        dw = elementwise(scope, node, "product", [g, x])
+        sums = [reduction(scope, node, value, rows, False, "sum") for value in (dw, g)]
+    found = [dx, *(sums or [dx, g])]
+    return [v if isinstance(m, torch.Tensor) else None for v, m in zip(found, node.meta["val"], strict=False)]
+
+
+def _of(scope: Scope, node: Node, *values: Value) -> Value:
+    return elementwise(scope, node, "function", values)
+
+
+def _whole_end(scope: Scope, node: Node, given: dict) -> Value:
+    x = given["input"]
+    for back in range(len(given["normalized_shape"])):
+        x = along(scope, node, x, len(x.dims) - 1 - back, "a norm")
+    return x
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+def nll_loss(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """log-probabilities [N, C] picked by labels [N], then none (0), mean (1) or sum (2) -> (loss, total weight)."""
+    x, target = given["self"], given["target"]
+    x = along(scope, node, x, len(x.dims) - 1, "nll_loss")
+    picked = elementwise(scope, node, "same", [x.with_dims(x.dims[:-1])])
+    labels = elementwise(scope, node, "function", [target])
+    rows = elementwise(scope, node, "product", [picked, labels])
+    if given["reduction"] == 0:
+        return [rows, filled((), 0)]
+    loss = reduction(scope, node, rows, None, False, "sum")
+    if given["reduction"] == 1:
+        loss = _mean_of_labels(scope, node, loss)
+    return [loss, loss]
+
+
+def _mean_of_labels(scope: Scope, node: Node, loss: Value) -> Value:
+    """Each rank divides by the labels that it has and does not ignore; how many these are is data."""
+    why = "the mean of a rank's own rows divides by the number of its labels that are not ignored"
+    fix = 'reduction="sum" and a division by the psum of the number of labels is proven'
+    means = [a for a in loss.having(Pending) if loss.birth(a) is node]
+    (doubt,) = scope.unknown(node, why, fix).origins
+    return raised(loss, means, 1, node, "mean over a sharded dim divides by the local size only", doubt=doubt)
+
+
+def nll_loss_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """The gradient of the log-probabilities, linear in that of the loss."""
+    g, x = given["grad_output"], given["self"]
+    g = g.with_dims((*g.dims, ())) if g.dims else g
+    return elementwise(scope, node, "product", [g, _of(scope, node, x)])
+
+
+# ---- ops along some dims ---------------------------------------------------------------------------------------------
+def _worked(scope: Scope, node: Node, x: Value, dims: Sequence[int], kind: str) -> Value:
+    """x after an op along dims: "same" for linear ones."""
+    out = replace(elementwise(scope, node, kind, [x]), constant=None, ramp=False)
+    for dim in dims:
+        out = along(scope, node, out, dim, op_name(node).strip("_"))
+    return out
+
+
+def _shaped(out: Value, meta: Any, rows: int) -> Value | None:
+    """A result whose first dims are the rows; its other dims as the graph has them."""
+    if not isinstance(meta, torch.Tensor) or len(meta.shape) < rows:
+        return None
+    return out.with_dims((*out.dims[:rows], *map(plain, meta.shape[rows:])))
+
+
+def on_last(count: int, kind: str = "function") -> Rule:
+    """The rule of an op that works on the last `count` dims of its argument."""
+
+    def rule(scope: Scope, node: Node, given: dict) -> Any:
+        x = next(v for v in given.values() if isinstance(v, Value))
+        rows = len(x.dims) - count
+        out = _worked(scope, node, x, range(rows, len(x.dims)), kind)
+        metas = node.meta["val"]
+        if isinstance(metas, (list, tuple)):
+            return [_shaped(out, meta, rows) for meta in metas]
+        return _shaped(out, metas, rows)
+
+    return rule
+
+
+def transformed(scope: Scope, node: Node, given: dict) -> Value:
+    """Fourier transforms along their dims: linear."""
+    x, dims = given["self"], [d % len(given["self"].dims) for d in given["dim"]]
+    out = _worked(scope, node, x, dims, "same")
+    return out.with_dims(
+        plain(n) if d in dims else dim for d, (dim, n) in enumerate(zip(out.dims, shape_of(node), strict=True))
+    )
+
+
+def parts_of_complex(scope: Scope, node: Node, given: dict) -> Value:
+    """view_as_real: a new last dim of real and imaginary parts; view_as_complex takes it away."""
+    x = given["self"]
+    if op_name(node) == "view_as_real":
+        return x.with_dims((*x.dims, plain(2)))
+    return along(scope, node, x, -1, "complex numbers").with_dims(x.dims[:-1])
+
+
+def solved(scope: Scope, node: Node, given: dict) -> Any:
+    """Linear systems A X = B of full matrices, each on its own."""
+    a, b = [v for v in given.values() if isinstance(v, Value)][:2]
+    rows = min(len(a.dims), len(b.dims)) - 2
+    if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
+        return None  # columns of B are systems of their own: sharded ones are no mistake
+    a, b = (_worked(scope, node, x, (-2, -1), "function") for x in (a, b))
+    bare = [x.with_dims(x.dims[:rows]) for x in (a, b)]
+    out = elementwise(scope, node, "function", bare)
+    metas = node.meta["val"]
+    shaped = [_shaped(out, meta, rows) for meta in (metas if isinstance(metas, (list, tuple)) else [metas])]
+    return shaped if isinstance(metas, (list, tuple)) else shaped[0]
+
+
+def distances(scope: Scope, node: Node, given: dict) -> Value:
+    """cdist: x1[..., P, M], x2[..., R, M] -> [..., P, R]."""
+    a, b = (_worked(scope, node, given[name], (-1,), "function") for name in ("x1", "x2"))
+    pairs = [a.with_dims((*a.dims[:-1], ())), b.with_dims((*b.dims[:-2], (), b.dims[-2]))]
+    return elementwise(scope, node, "function", pairs)
+
+
+def distances_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """The gradient of x1[..., P, M] from that of the distances [..., P, R]: a sum over R."""
+    g, b = given["grad"], _worked(scope, node, given["x2"], (-1,), "function")
+    a = _worked(scope, node, given["x1"], (-1,), "function")
+    others = elementwise(scope, node, "function", [given["cdist"], b.with_dims((*b.dims[:-2], (), b.dims[-2]))])
+    pulls = elementwise(scope, node, "product", [g, others])
+    rows = reduction(scope, node, pulls, [-1], False, "sum")
+    return elementwise(scope, node, "product", [rows.with_dims((*rows.dims, ())), a])
+
+
+def diagonal(scope: Scope, node: Node, given: dict) -> Value:
+    """The diagonal of two dims, behind the others: a rank's part of one of them has another diagonal."""
+    x = given["self"]
+    dims = [given[name] % len(x.dims) for name in ("dim1", "dim2")]
+    for dim in dims:
+        x = along(scope, node, x, dim, "a diagonal")
+    rest = [dim for d, dim in enumerate(x.dims) if d not in dims]
+    return x.with_dims((*rest, plain(shape_of(node)[-1])))
+
+
+# ---- convolutions ----------------------------------------------------------------------------------------------------
+def convolved(scope: Scope, node: Node, given: dict) -> Value | None:
+    """input[N, C, ...] with weight[O, C, ...] -> [N, O, ...]: a product over channels, at full positions."""
+    pair = _channels(scope, node, given["input"], given["weight"], given)
+    if pair is None:
+        return None
+    x, w = pair
+    out = contraction(scope, node, x, w if given["transposed"] else _turned(w), 0)
+    out = _sized(out, shape_of(node))
+    bias = given.get("bias")
+    if bias is None:
+        return out
+    return elementwise(scope, node, "sum", [out, bias.with_dims((*bias.dims, *((),) * len(shape_of(node)[2:])))])
+
+
+def convolved_backward(scope: Scope, node: Node, given: dict) -> list[Value | None] | None:
+    """Gradients of input, weight and bias: the last two are sums over the rows."""
+    x, g = given["input"], given["grad_output"]
+    pair = _channels(scope, node, x, given["weight"], given)
+    if pair is None:
+        return None
+    x2, w = pair
+    g2 = _positions(scope, node, g)
+    wanted = given["output_mask"]
+    dx = contraction(scope, node, g2, _turned(w) if given["transposed"] else w, 0) if wanted[0] else None
+    dw = contraction(scope, node, _turned(g2), x2, 0) if wanted[1] else None
+    dw = _turned(dw) if dw is not None and given["transposed"] else dw
+    db = reduction(scope, node, g, [d for d in range(len(g.dims)) if d != 1], False, "sum") if wanted[2] else None
+    found = [v and _sized(v, meta.shape) for v, meta in zip((dx, dw), node.meta["val"], strict=False)]
+    return [*found, db]
+
+
+def _sized(x: Value, shape: Sequence[int]) -> Value:
+    """A result of channels alone, with its positions; channels of groups are as many as the shape states."""
+    ends = [dim if size_of(dim) == n else plain(n) for dim, n in zip(x.dims, shape, strict=False)]
+    return x.with_dims((*ends, *map(plain, shape[2:])))
+
+
+def _channels(scope: Scope, node: Node, x: Value, w: Value, given: dict) -> tuple[Value, Value] | None:
+    """Input [N, C] and weight [O, C], without positions; None for groups whose channels are sharded."""
+    if len(x.dims) != len(w.dims) or (given["groups"] != 1 and (over(x.dims[1]) or over((*w.dims[0], *w.dims[1])))):
+        return None
+    x, w = _positions(scope, node, x), _positions(scope, node, w)
+    if given["groups"] != 1:  # every group has channels of its own; none of them is sharded
+        x, w = x.with_dims((x.dims[0], ())), w.with_dims((w.dims[0], ()))
+    return x, w
+
+
+def _positions(scope: Scope, node: Node, x: Value) -> Value:
+    for dim in range(2, len(x.dims)):
+        x = along(scope, node, x, dim, "a convolution")
+    return x.with_dims(x.dims[:2])
+
+
+def _turned(x: Value) -> Value:
+    return x.with_dims((x.dims[1], x.dims[0]))
+
+
+def unfold(scope: Scope, node: Node, given: dict) -> Value:
+    """Windows of a full dim, their positions in a new last dim."""
+    x, dim = given["self"], given["dimension"] % len(given["self"].dims)
+    x = along(scope, node, x, dim, "windows")
+    dims = [plain(shape_of(node)[d]) if d == dim else own for d, own in enumerate(x.dims)]
+    return x.with_dims((*dims, plain(given["size"])))
+
+
+def unfold_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """Gradients of windows added up where the windows are."""
+    g, dim = given["grad_in"], given["dim"] % len(given["input_sizes"])
+    g = along(scope, node, along(scope, node, g, dim, "windows"), -1, "windows")
+    return g.with_dims(plain(given["input_sizes"][d]) if d == dim else own for d, own in enumerate(g.dims[:-1]))
+
+
+def triangle(scope: Scope, node: Node, given: dict) -> Value:
+    """tril, triu of full matrices."""
+    x = given["self"]
+    for dim in (-2, -1):
+        x = along(scope, node, x, dim, "a triangle")
+    made = all(atom.axes is UNIFORM or atom.counted for dim in x.dims[-2:] for atom in dim)
+    ends = [(Atom(size_of(dim), counted=made),) for dim in x.dims[-2:]]
+    return replace(x, constant=0 if x.constant == 0 else None).with_dims((*x.dims[:-2], *ends))
+
+
+RULES: Rules = MappingProxyType(
+    dict.fromkeys(_ATTENTION, attention)
+    | dict.fromkeys((f"{kernel}_backward" for kernel in _ATTENTION), attention_backward)
+    | dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), norm)
+    | dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), norm_backward)
+    | {"nll_loss_forward": nll_loss, "nll_loss_backward": nll_loss_backward}
+    | dict.fromkeys(_SQUARE.split(), on_last(2))
+    | dict.fromkeys(_POOLS.split(), on_last(2, "same"))
+    | dict.fromkeys(_MAXIMA.split(), on_last(2))
+    | dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), transformed)
+    | dict.fromkeys("_linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve".split(), solved)
+    | {
+        "_cdist_forward": distances,
+        "_cdist_backward": distances_backward,
+        "diagonal": diagonal,
+        "view_as_real": parts_of_complex,
+        "view_as_complex": parts_of_complex,
+        "convolution": convolved,
+        "convolution_backward": convolved_backward,
+    }
+    | dict.fromkeys(("tril", "triu"), triangle)
+    | {"unfold": unfold, "unfold_backward": unfold_backward}
+)

@@ -1,0 +1,342 @@
+"""Combination of operands over one axis: pending reductions, scale factors, mistakes, and what is unknown.
+
+Proofs (findings at once): a pending sum plus a complete tensor, two pending sums multiplied, a pending sum in a smooth
+function, values sharded in different ways. Proofs only if nothing corrects them on the way to an output (suspects): a
+pending maximum in arithmetic, a pending sum that divides, is compared or clamped, or scales what is sharded. Open
+(unproven): a rank's own term beside the sum over all ranks, terms chosen by the rank's index.
+
+A mean over a sharded dim divides by the local size: the sum of these over the ranks is n times the mean. A sum of
+replicas is n times too large. Both are right once they are divided by n, as `psum(x.mean()) / n` is, so neither is a
+mistake before it arrives at an output, or where only the right number will do (an addition, a function).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fmegatron.step.checker.context import Scope, op_name, suspected
+from fmegatron.step.checker.values import (
+    NOTHING,
+    Excess,
+    First,
+    Mark,
+    Pending,
+    Somewhere,
+    Suspect,
+    Unknown,
+    Value,
+    Varying,
+    Wrong,
+)
+
+Node = torch.fx.Node
+FLIPPED = MappingProxyType({"max": "min", "min": "max"})
+_TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand for terms, and a zero for none
+# Functions of a pending sum that a right step may correct later (counts, ratios): suspects, no findings at once.
+_CORRECTED = frozenset("clamp clamp_min clamp_max maximum minimum reciprocal sign sgn threshold".split())
+_OWN_TERM = "combines a term of a rank with the reduction over all ranks"
+# Of a scaled argument these make something equally scaled, or not scaled at all.
+_KEEPS = frozenset(("same", "beside", "abs"))
+_DROPS = frozenset(("nan", "finite", "sign"))
+_POWERS = MappingProxyType({"sqrt": (1, 2), "square": (2, 1), "inverse": (-1, 1)})
+
+
+def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds: bool = False) -> Mark | None:
+    """What decides over all else, whatever the op does: a finding upstream, something unproven, a suspect.
+
+    adds: the op adds values; what is added by the rank's index may be what a part lacks (the offset of a scan).
+    """
+    marks = [v.marks.get(axis) for v in values]
+    wrong = next((m for m in marks if isinstance(m, Wrong)), None)
+    if wrong is not None:
+        return wrong
+    open_ = [m for m in marks if isinstance(m, Unknown)]
+    if open_:
+        origins = frozenset().union(*(m.origins for m in open_))
+        equal = all(
+            m.equal if isinstance(m, Unknown) else v.replicated(axis) for m, v in zip(marks, values, strict=True)
+        )
+        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_), equal)
+    suspect = next((m for m in marks if isinstance(m, Suspect)), None)
+    if suspect is None:
+        return None
+    first = any(isinstance(m, First) for m in marks)  # of the first rank a part may be just the beginning of the whole
+    if first or (adds and any(isinstance(m, Varying) for m in marks)) or _corrected(scope, node, suspect, axis):
+        return scope.unknown(suspect.node, f"{suspect.what}; whether what corrects it does so is not known")
+    own = any(isinstance(m, Pending) and m.kind in FLIPPED and m.birth in suspect.births for m in marks)
+    return scope.unknown(suspect.node, f"{suspect.what}, and is combined with it again") if own else suspect
+
+
+def _corrected(scope: Scope, node: Node, suspect: Suspect, axis: str) -> bool:
+    """Whether another operand is a rank's own factor or term, made of the reduction of what the suspect comes from."""
+    values = [(n, scope.values.get(n)) for n in node.all_input_nodes]
+    own = [n for n, v in values if isinstance(v, Value) and v.pending(axis)]
+    births = suspect.births.union(*(birth.all_input_nodes for birth in suspect.births))
+    return any(scope.corrects(n, axis, births) for n in own)
+
+
+def pending_after(scope: Scope, node: Node, kind: str, values: Sequence[Value], axis: str) -> Mark | None:
+    """The mark over an axis over which some operands are pending, and none is unknown or suspected."""
+    terms = values[1:] if kind == "select" else values
+    if kind in _TERMS:
+        terms = [v for v in terms if v.constant != 0]
+    pending = [mark for v in terms if isinstance(mark := v.marks.get(axis), Pending)]
+    others = [v for v in terms if not v.pending(axis)]
+    if any(v.is_(axis, Varying, First) for v in values):
+        return scope.unknown(node, "combines a pending reduction with a value that depends on the rank's index")
+    if kind == "select" and not values[0].replicated(axis):
+        if not pending:
+            condition = values[0].marks[axis]
+            assert isinstance(condition, Pending), "one of the operands is pending, and no term"
+            return _misused(scope, node, condition, axis, "is the condition")
+        what = "picks from a pending sum by a condition that differs between ranks"
+        return suspected(node, what, "reduce first, pick after", pending[0].birth)
+    if not pending:  # all were zero
+        return None
+    first = pending[0]
+    if kind == "same":
+        return first
+    if len({mark.kind for mark in pending}) > 1:
+        return _misused(scope, node, first, axis, "is used")
+    rule = _OF_SUMS if first.kind == "sum" else _OF_EXTREMA if first.kind in FLIPPED else _OF_FORMS
+    return rule(scope, node, kind, values, axis, pending, others)
+
+
+def _misused(scope: Scope, node: Node, mark: Pending, axis: str, how: str) -> Suspect:
+    if mark.kind in ("root", "logsumexp"):
+        assert mark.birth is not None, "no layout declares it: a node has made it"
+        return suspected(mark.birth, "a pending sum goes into a non-linear op",
+                         f"psum or reduce_scatter over {axis!r} before it", None)  # fmt: skip
+    fix = f"{'psum' if mark.kind == 'sum' else 'pmax'} over {axis!r} before it"
+    return suspected(node, f"a pending {mark.kind} {how}", fix, mark.birth)
+
+
+def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
+    first, local_mean = pending[0], any(v.excess[axis].power for v in values if axis in v.excess)
+    if kind in _TERMS:
+        others = [v for v in others if not ((v.equal_terms or v.portion.get(axis) == "exact") and v.replicated(axis))]
+        if not others:
+            return first
+        vague = [mark for v in others if isinstance(mark := v.marks.get(axis), Somewhere)]
+        if any(mark.or_sum or mark.reduced for mark in vague):
+            return scope.unknown(node, "adds a pending sum and a value that is sharded or a pending sum")
+        if any(not v.replicated(axis) for v in others):
+            return suspected(node, f"adds a pending sum and a value that is {_state(others, axis)}",
+                             "psum it first", first.birth)  # fmt: skip
+        if kind == "sum" and local_mean:
+            return scope.unknown(node, _OWN_TERM) if _own_reduction(scope, node, axis, first.birth) else first
+        if _own_reduction(scope, node, axis, first.birth):
+            return scope.unknown(node, _OWN_TERM)
+        what, fix = (
+            "adds a pending sum and a complete value, which then counts once per rank",
+            "reduce first, add after",
+        )
+        if any(v.portion.get(axis) == "maybe" for v in others):
+            return scope.unknown(node, f"{what}, unless it was divided by their number before")
+        if all(v.constant is not None for v in others):
+            return suspected(node, what, fix, first.birth)
+        return Wrong(node, what, fix, first.birth)
+    if kind in ("product", "quotient"):
+        if kind == "quotient" and values[1].pending(axis):
+            birth = values[1].marks[axis].birth
+            mark = suspected(node, "divides by a pending sum", f"psum over {axis!r} before it", birth)
+            return scope.unknown(node, _OWN_TERM) if _corrected(scope, node, mark, axis) else mark
+        if len(pending) > 1:
+            what, fix = "multiplies two pending sums", "reduce one of them first"
+            return suspected(node, what, fix, first.birth) if local_mean else Wrong(node, what, fix, first.birth)
+        if all(v.replicated(axis) for v in others):
+            return first
+        what = f"multiplies a pending sum by a value that is {_state(others, axis)}"
+        return suspected(node, what, "reduce first", first.birth)
+    if kind in ("nan", "finite"):
+        return Pending("max" if kind == "nan" else "min", node)
+    if kind == "sqrt":
+        return Pending("root", node)
+    if kind in ("compare", "inverse") or op_name(node).removeprefix("_foreach_").rstrip("_") in _CORRECTED:
+        return suspected(node, "a pending sum goes into a non-linear op",
+                         f"psum or reduce_scatter over {axis!r} before it", first.birth)  # fmt: skip
+    what, fix = "a pending sum goes into a non-linear op", f"psum or reduce_scatter over {axis!r} before it"
+    return suspected(node, what, fix, first.birth) if local_mean else Wrong(node, what, fix, first.birth)
+
+
+def _extrema(scope, node, kind, values, axis, pending, others) -> Mark | None:
+    """A maximum passes what rises, a minimum is one of the negative."""
+    first, alone = pending[0], len(pending) == 1 and all(v.replicated(axis) for v in others)
+    flipped = Pending(FLIPPED[first.kind], first.birth)
+    if kind == "beside" and all(v.replicated(axis) for v in others):  # the maximum of what all have is what they have
+        return first
+    if kind in ("rising", "sqrt"):
+        return first
+    if kind == "falling":
+        return flipped
+    if kind in ("nan", "finite"):
+        return Pending("max" if kind == "nan" else "min", node)
+    if kind in FLIPPED and (kind == first.kind or len(pending) == 1) and all(v.replicated(axis) for v in others):
+        return first
+    if alone and kind in ("sum", "select"):
+        return first
+    if alone and kind == "compare":
+        if op_name(node) in ("eq", "ne"):
+            return scope.unknown(node, f"compares a rank's own {first.kind} with another value")
+        rises = values[0].pending(axis) == (op_name(node) in ("gt", "ge"))
+        return first if rises else flipped
+    if alone and (kind == "product" or (kind == "quotient" and values[0].pending(axis))):
+        factor = others[0].constant
+        if factor is None:
+            return scope.unknown(node, f"multiplies a pending {first.kind} by a value of unknown sign")
+        return first if factor >= 0 else flipped
+    return _misused(scope, node, first, axis, "is used")
+
+
+def _forms(scope, node, kind, values, axis, pending, others) -> Mark | None:
+    """Norms of parts and logarithms of sums of parts: what undoes them leaves a pending sum."""
+    first, alone = pending[0], len(pending) == 1 and all(v.replicated(axis) for v in others)
+    if first.kind == "root" and kind == "abs":
+        return first
+    if first.kind == "root" and kind == "square":
+        return Pending("sum", first.birth)
+    if first.kind == "root" and alone and (kind == "product" or (kind == "quotient" and values[0].pending(axis))):
+        return first
+    if first.kind == "logsumexp" and kind == "rising" and op_name(node) == "exp":
+        return Pending("sum", first.birth)
+    if first.kind == "logsumexp" and alone and kind == "sum":
+        return first
+    if kind == "beside" and not others:
+        return first
+    return _misused(scope, node, first, axis, "is used")
+
+
+_OF_SUMS, _OF_EXTREMA, _OF_FORMS = _sums, _extrema, _forms
+
+
+def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> bool:
+    """Whether what is added to a pending sum is made of its reduction over the ranks."""
+    values = [(n, scope.values.get(n)) for n in node.all_input_nodes]
+    complete = [n for n, v in values if isinstance(v, Value) and v.replicated(axis)]
+    return birth is not None and any(scope.corrects(n, axis, frozenset((birth,))) for n in complete)
+
+
+def _state(values: Sequence[Value], axis: str) -> str:
+    return next(v.state(axis) for v in values if not v.replicated(axis))
+
+
+def raised(x: Value, axes: Iterable[str], power: int, node: Node, what: str, **more: Any) -> Value:
+    """A value that is too large by the sizes of these axes to a power; more: as in `Excess`."""
+    excess = dict(x.excess)
+    for axis in axes:
+        new = Excess(Fraction(power), node, what, **more)
+        old = excess.pop(axis, None)
+        new = new if old is None else old._replace(power=old.power + power)
+        if new.power or new.doubt is not None:
+            excess[axis] = new
+    return replace(x, excess=excess or NOTHING)
+
+
+def scaled(scope: Scope, x: Value, factor: float, divides: bool = False) -> Value:
+    """A value times a number (divides: written as a division): 1/n takes an excess of n out; other numbers may have
+    been meant to. A sum of replicas is divided at once, if at all: by n, or by n times another count."""
+    too_large_over = [a for a, e in x.excess.items() if e.power]
+    if not too_large_over:
+        return _portion(scope, x, factor)
+    for count in range(len(too_large_over), 0, -1):
+        for axes in itertools.combinations(too_large_over, count):
+            size = math.prod(scope.mesh[a] ** float(x.excess[a].power) for a in axes)
+            if _is_one(abs(factor) * size):
+                left = {a: e._replace(power=Fraction(0)) if a in axes else e for a, e in x.excess.items()}
+                return replace(x, excess={a: e for a, e in left.items() if e.power or e.doubt is not None} or NOTHING)
+    if abs(factor) == 1:
+        return x
+    divisor = 1 / abs(factor) if factor else 0.0
+    whole = round(divisor) if divides and divisor > 1.5 and _is_one(divisor / round(divisor)) else 0
+    excess = {}
+    for axis, e in x.excess.items():
+        holds = e.unused and whole and whole % scope.mesh[axis] == 0
+        excess[axis] = e._replace(loose=True, sure=e.sure and not holds, unused=False)
+    return replace(x, excess=excess)
+
+
+def _portion(scope: Scope, x: Value, factor: float) -> Value:
+    """Divided by the number of ranks along some axes, or by a multiple of it, a value may be a portion of what one rank
+    has."""
+    count = round(1 / abs(factor)) if factor else 0
+    if count < 2 or not _is_one(abs(factor) * count):
+        return x
+    big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and x.portion.get(a) != "never"]
+    found = {a: "maybe" for a in big if count % scope.mesh[a] == 0}
+    for k in range(1, len(big) + 1):
+        for axes in itertools.combinations(big, k):
+            if math.prod(scope.mesh[a] for a in axes) == count:
+                found |= dict.fromkeys(axes, "exact")
+    return replace(x, portion={**x.portion, **found}) if found else x
+
+
+def _is_one(x: float) -> bool:
+    return abs(x - 1) < 1e-9
+
+
+def excess_after(
+    scope: Scope, node: Node, kind: str, values: Sequence[Value]
+) -> tuple[Mapping[str, Excess], dict[str, Mark]]:
+    """Of an op on several operands: the excess of its result, and marks where it has none that makes sense."""
+    axes = sorted(set().union(*(v.excess for v in values)))
+    kept, marks = {}, {}
+    for axis in axes:
+        have = [v.excess.get(axis) for v in values]
+        given = [e for e in have if e is not None]
+        loose, sure = any(e.loose for e in given), all(e.sure for e in given)
+        first = max(given, key=lambda e: e.power != 0)
+        doubt = next((e.doubt for e in given if e.doubt is not None), None)
+        first = first._replace(loose=loose, sure=sure, unused=kind in ("same", "beside") and first.unused, doubt=doubt)
+        if not any(e.power for e in given):
+            kept[axis] = first
+            continue
+        if kind in _DROPS:
+            continue
+        if kind in ("product", "quotient"):
+            signs = [1] + [-1 if kind == "quotient" else 1] * (len(have) - 1)
+            power = sum(s * e.power for s, e in zip(signs, have, strict=True) if e is not None)
+            if power or doubt is not None:
+                kept[axis] = first._replace(power=Fraction(power))
+            continue
+        if kind in _POWERS:
+            kept[axis] = first._replace(power=first.power * Fraction(*_POWERS[kind]))
+            continue
+        terms = values[1:] if kind == "select" else values
+        terms = [v for v in terms if v.constant != 0] if kind in ("sum", "select", "compare", "max", "min") else terms
+        powers = {v.excess[axis].power if axis in v.excess else Fraction(0) for v in terms}
+        if kind in (*_KEEPS, "sum", "select", "max", "min", "compare") and len(powers) == 1:
+            if kind != "compare":
+                kept[axis] = first
+            continue
+        if kind == "sum" and _means(terms, axis):
+            kept[axis] = first
+            continue
+        if all(axis in v.portion for v in terms):  # whatever they were divided by, they are of different size
+            first = first._replace(sure=True)
+        marks[axis] = too_large(scope, node, axis, first)
+    return kept or NOTHING, marks
+
+
+def _means(terms: Sequence[Value], axis: str) -> bool:
+    """Terms of a mean over the ranks: a complete value, added to each, is added to the mean once."""
+    return all(v.pending(axis, "sum") if axis in v.excess else v.replicated(axis) for v in terms)
+
+
+def too_large(scope: Scope, node: Node, axis: str, e: Excess) -> Mark:
+    """The mark of a value with an excess that is used where only the right number will do."""
+    if not e.power:
+        assert e.doubt is not None, "an excess of power 0 is kept for its doubt"
+        return Unknown(frozenset((e.doubt,)), factor=True)
+    if e.loose and not e.sure:
+        why = f"{e.what}, and whether the numbers that it is multiplied by make up for that cannot be told"
+        return scope.unknown(e.node, why, f"Divide by the size of {axis!r} alone, next to it")._replace(factor=True)
+    fix = "remove it" if e.sure else "sum, psum, then divide by the global size"
+    return Suspect(e.node, e.what, fix, None, frozenset())  # what mends it is a division, which would have been seen

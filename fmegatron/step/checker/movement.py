@@ -1,0 +1,411 @@
+"""Rules for data movement: views, permutes, slices, concatenations, pads.
+
+A piece of every shard (a slice or an index of a sharded dim) is a suspect where it is all that is used, and open where
+all pieces together are; of the batch, whose rows may be assigned in any order, pieces that together are all are rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from fmegatron.step.checker.arithmetic import elementwise, placed
+from fmegatron.step.checker.context import Rule, Rules, Scope, op_name, shape_of, suspected
+from fmegatron.step.checker.dims import (
+    UNIFORM,
+    Atom,
+    Dim,
+    canonical,
+    folds_of,
+    interleaved,
+    over,
+    plain,
+    size_of,
+    viewed,
+)
+from fmegatron.step.checker.reductions import along
+from fmegatron.step.checker.values import Mark, Somewhere, Value, Wrong
+from fmegatron.step.graph.nodes import int_of, items_of, node_of
+
+Node = torch.fx.Node
+_ALL = frozenset(("split", "split_with_sizes", "unsafe_split", "unbind"))
+_SOME = frozenset(("slice", "select"))
+
+
+def reshaped(scope: Scope, node: Node, x: Value, shape: Sequence[int]) -> Value:
+    """A view to another shape. Where sharded factors do not line up, it is sharded on a dim that is not known."""
+    found = viewed(x.dims, shape)
+    x = _elsewhere(x, None)
+    if found is not None:
+        return _lost(x.with_dims(found.dims), found.lost)
+    axes = [axis for axis in scope.mesh.names if x.shards(axis)]
+    return _lost(x.with_dims(plain(n) for n in shape), {(axis,): None for axis in axes})
+
+
+def _lost(x: Value, lost: dict) -> Value:
+    marks = {a: Somewhere(d, axes) for axes, d in lost.items() for a in axes}
+    return replace(x, marks={**x.marks, **marks}) if marks else x
+
+
+def _elsewhere(x: Value, positions: Sequence[int] | None) -> Value:
+    """A value of which dim d goes to positions[d]; None: somewhere. Of axes whose dim is not known."""
+    marks = {
+        axis: mark._replace(dims=None if positions is None else tuple(sorted(positions[d] for d in mark.dims)))
+        for axis, mark in x.marks.items()
+        if isinstance(mark, Somewhere) and mark.dims is not None
+    }
+    return replace(x, marks={**x.marks, **marks}) if marks else x
+
+
+def permuted(x: Value, order: Sequence[int]) -> Value:
+    """Dims in another order."""
+    positions = [0] * len(order)
+    for new, old in enumerate(order):
+        positions[old] = new
+    return _elsewhere(x, positions).with_dims(x.dims[d] for d in order)
+
+
+def transposed(x: Value, a: int = 0, b: int = 1) -> Value:
+    """Two dims exchanged."""
+    if len(x.dims) < 2:
+        return x
+    order = list(range(len(x.dims)))
+    order[a], order[b] = order[b], order[a]
+    return permuted(x, order)
+
+
+def unsqueezed(x: Value, dim: int) -> Value:
+    """A new dim of size 1."""
+    dim %= len(x.dims) + 1
+    positions = [d + (d >= dim) for d in range(len(x.dims))]
+    return replace(_elsewhere(x, positions).with_dims((*x.dims[:dim], (), *x.dims[dim:])), ramp=x.ramp)
+
+
+def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
+    """Dims of size 1 removed: all (None), one, or those listed. One that a single shard makes up hands its axes to the
+    dim that follows."""
+    dims = range(len(x.dims)) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone, out, carried = {d % max(1, len(x.dims)) for d in dims}, [], ()
+    gone = {d for d in gone if d < len(x.dims) and size_of(x.dims[d]) == 1}
+    known = not any(isinstance(m, Somewhere) and m.dims is not None and gone & set(m.dims) for m in x.marks.values())
+    positions = [d - sum(g < d for g in gone) for d in range(len(x.dims))]
+    for d, dim in enumerate(x.dims):
+        if d in gone:
+            carried += dim
+        else:
+            out.append(canonical(_merged(carried, dim)))
+            carried = ()
+    if carried and out:
+        out[-1] = canonical(out[-1] + carried)
+    return replace(_elsewhere(x, positions if known else None).with_dims(out), ramp=x.ramp)
+
+
+def _merged(carried: Dim, dim: Dim) -> Dim:
+    """A carried shard in front of a dim: of a full dim it takes the major part, a sharded one is cut once more."""
+    if not carried:
+        return dim
+    axes = tuple(a for atom in carried for a in atom.axes or ())
+    if len(dim) == 1 and not dim[0].inner and not dim[0].fold and dim[0].axes is not UNIFORM:
+        return (Atom(dim[0].size, axes + (dim[0].axes or ()), dim[0].cuts),)
+    return (Atom(1, axes), *dim)
+
+
+def expanded(x: Value, shape: Sequence[int]) -> Value:
+    """Dims of size 1 repeated, and new ones in front: constant along them."""
+    new = len(shape) - len(x.dims)
+    dims = []
+    for d, n in enumerate(shape):
+        dim = x.dims[d - new] if d >= new else ()
+        dims.append(dim if n == size_of(dim) else (*dim, Atom(n, UNIFORM)))
+    return _elsewhere(x, [d + new for d in range(len(x.dims))]).with_dims(dims)
+
+
+def sliced(
+    scope: Scope, node: Node, x: Value, dim: int, start: int, stop: int, step: int = 1, covered: bool = False
+) -> Value:
+    """x[start:stop:step] of one dim. A sharded dim may be cut where its interleaved parts meet.
+
+    covered: whether this and other slices take all of the dim together.
+    """
+    atoms = interleaved(x.dims[dim])
+    size = size_of(atoms)
+    if (start, stop, step) == (0, size, 1):
+        return x
+    count = max(0, -(-(stop - start) // step))
+    x = replace(x, ramp=False)
+    first = atoms[0] if atoms else Atom(1, ())
+    folds = {atom.fold.axis: atom.fold for atom in atoms if atom.fold}
+    if folds and atoms[0].fold and atoms[0].fold.kind == "copies" and step == 1:
+        copy = size // atoms[0].size
+        if count == copy and start % copy == 0:  # one of them
+            return _with_dim(x, dim, atoms[1:])
+    what = "takes a part of what a collective brought together"
+    for axis, fold in folds.items():
+        copies = fold.kind == "copies"
+        x = x.marked({axis: suspected(node, what, "take one copy") if copies else scope.unknown(node, what)})
+    if not any(atom.sharded for atom in atoms):
+        uniform = all(a.axes is UNIFORM for a in atoms) and atoms
+        counted = start == 0 and step == 1 and all(a.counted for a in atoms) and atoms
+        return _with_dim(x, dim, canonical((Atom(count, UNIFORM if uniform else (), counted=bool(counted)),)))
+    if first.runs and len(atoms) == 1 and step == 1:
+        within, at = [], 0
+        for run in first.runs:
+            if start <= at and at + size_of(run) <= stop:
+                within.append(run)
+            at += size_of(run)
+        if sum(map(size_of, within)) == count:
+            return _with_dim(x, dim, within[0] if len(within) == 1 else (Atom(count, runs=tuple(within)),))
+    if x.data and covered:
+        return _with_dim(x, dim, (Atom(count, first.axes),))
+    edges = {0, size} | first.cuts
+    if step == 1 and len(atoms) == 1 and {start, stop} <= edges:
+        inner_cuts = frozenset(c - start for c in first.cuts if start < c < stop)
+        return _with_dim(x, dim, (Atom(count, first.axes, inner_cuts, first.inner),))
+    what = f"takes [{start}:{stop}] of dim {dim}, which is sharded: a piece of every shard"
+    return _with_dim(_piece(scope, node, x, atoms, what, dim, covered), dim, plain(count))
+
+
+def _piece(scope: Scope, node: Node, x: Value, atoms: Dim, what: str, dim: int, covered: bool) -> Value:
+    marks = {}
+    for axis in sorted(over(atoms)):
+        fix = f"all_gather the dim over {axis!r} first, or shard it in parts that meet there"
+        marks[axis] = scope.unknown(node, what) if covered else suspected(node, what, fix)
+    return x.marked(marks)
+
+
+def _with_dim(x: Value, dim: int, atoms: Dim) -> Value:
+    return x.with_dims(atoms if d == dim else own for d, own in enumerate(x.dims))
+
+
+def padded(x: Value, shape: Sequence[int], dim: int, start: int, stop: int) -> Value:
+    """The gradient of a slice: zeros around it along one dim (a new dim when x has one less)."""
+    dims = list(x.dims)
+    if len(shape) > len(dims):
+        dims.insert(dim, ())
+        x = _elsewhere(x, [d + (d >= dim) for d in range(len(x.dims))])
+    atoms = interleaved(dims[dim])
+    first = atoms[0] if atoms else Atom(1, ())
+    if first.axes:
+        cuts = ({start, stop} | {c + start for c in first.cuts}) - {0, shape[dim]}
+        dims[dim] = (Atom(shape[dim], first.axes, frozenset(cuts)),)
+    else:
+        dims[dim] = plain(shape[dim])
+    return replace(x.with_dims(dims), constant=x.constant if x.constant == 0 else None)
+
+
+def concatenated(scope: Scope, node: Node, xs: Sequence[Value], dim: int, sizes: Sequence[int]) -> Value:
+    """Values one after another along a dim; sharded pieces make an interleaved dim. A finding where one piece is
+    sharded along the dim and another is not."""
+    vague = frozenset().union(*(x.having(Somewhere) for x in xs))
+    if vague:  # pieces that are sharded along the dim itself fit those of which it is not known
+        xs = [x.marked(dict.fromkeys(over(x.dims[dim]) & vague, Somewhere())) for x in xs]
+    bare = [x.with_dims(() if d == dim else a for d, a in enumerate(x.dims)) for x in xs]
+    heads = [x.dims[dim][0] if x.dims[dim] else Atom(1, ()) for x in xs]
+    out = elementwise(scope, node, "beside", bare)
+    labels = {(h.axes or ()) for h in heads}
+    dims = list(out.dims)
+    runs = tuple(x.dims[dim] for x in xs)
+    mixed = any(len(run) > 1 and any(a.sharded for a in run) for run in runs)
+    mixed |= len(labels) > 1 and all(h.axes is UNIFORM for h in heads if not h.axes)  # shards, zeros behind each
+    if mixed or not all(h.plain for h in heads) or (len(xs[0].dims) == 1 and len(labels) > 1):
+        dims[dim] = (Atom(sum(sizes), runs=runs),)
+    elif len(labels) > 1:
+        hurt = set().union(*map(set, labels)) - set.intersection(*map(set, labels)) - set(out.marks)
+        what = "joins pieces of which one is sharded and another is not"
+        out = out.marked(dict.fromkeys(hurt, Wrong(node, what, "gather the one, or shard the other")))
+        dims = list(out.dims)
+        dims[dim] = plain(sum(sizes))
+    elif heads[0].axes:
+        cuts, at = set(), 0
+        for head, n in zip(heads, sizes, strict=True):
+            cuts |= {at} | {at + c for c in head.cuts}
+            at += n
+        dims[dim] = (Atom(at, heads[0].axes, frozenset(cuts - {0})),)
+    else:
+        dims[dim] = plain(sum(sizes)) if len(xs) > 1 else runs[0]
+    constants = {x.constant for x in xs}
+    return replace(out.with_dims(dims), constant=0 if constants == {0} else None)
+
+
+# ---- rules -----------------------------------------------------------------------------------------------------------
+def view(scope: Scope, node: Node, given: dict) -> Value:
+    """view, reshape; an axis_index stays one when it only gets dims of size 1, and arange counts on."""
+    x, shape = given["self"], shape_of(node)
+    dim = _selected_dim(node, shape)
+    if dim is not None:
+        parts = shape[dim : dim + 2]
+        found = viewed((x.dims[dim],), parts)
+        split = found.dims if found else map(plain, parts)
+        lost = [a for axes in found.lost for a in axes] if found else over(x.dims[dim])
+        x = x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :]))
+        return replace(x, marks={**x.marks, **dict.fromkeys(lost, Somewhere())})
+    out = reshaped(scope, node, x, shape)
+    return replace(out, index_of=x.index_of if math.prod(shape) == 1 else (), scale=x.scale, ramp=x.ramp)
+
+
+def _selected_dim(node: Node, shape: tuple[int, ...]) -> int | None:
+    """The dim that a view splits so that one part of it is selected, as `shard` does. Shapes alone do not always
+    determine it: a new dim of size 1 may belong to the dim before it or to the dim behind it."""
+    old = node_of(node.args[0]).meta["val"].shape
+    dims = [int_of(user.args[1]) for user in node.users if user.target is torch.ops.aten.index_select.default]
+    fits = [d for d in dims if old == (*shape[:d], math.prod(shape[d : d + 2]), *shape[d + 2 :])]
+    return fits[0] if fits and len(old) + 1 == len(shape) else None
+
+
+def _rule(of: Callable[..., Value], *names: str) -> Rule:
+    """The rule of an op that is `of` of its first argument and those of these names."""
+    return lambda scope, node, given: of(given["self"], *map(given.get, names))
+
+
+def expand(scope: Scope, node: Node, given: dict) -> Value:
+    """Dims of size 1 repeated."""
+    return expanded(given["self"], shape_of(node))
+
+
+def _taken(scope: Scope, node: Node, given: dict) -> tuple[Value, int, bool]:
+    """(value, dim of which something is taken, whether this and other ops take all of it)."""
+    x, dim = given["self"], given["dim"] % len(given["self"].dims)
+    return x, dim, bool(over(x.dims[dim])) and _covered(scope, node, dim)
+
+
+def slice_of(scope: Scope, node: Node, given: dict) -> Value:
+    """x[start:end:step] of one dim."""
+    x, dim, covered = _taken(scope, node, given)
+    start, stop, _ = slice(given["start"], given["end"]).indices(size_of(x.dims[dim]))
+    return sliced(scope, node, x, dim, start, stop, given["step"], covered)
+
+
+def split(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """split, split_with_sizes, chunk."""
+    x, dim, covered = _taken(scope, node, given)
+    ends = list(itertools.accumulate((m.shape[dim] for m in node.meta["val"]), initial=0))
+    return [sliced(scope, node, x, dim, start, stop, 1, covered) for start, stop in itertools.pairwise(ends)]
+
+
+def unbind(scope: Scope, node: Node, given: dict) -> list[Value]:
+    """All indices of a dim."""
+    return [select(scope, node, given)] * len(node.meta["val"])
+
+
+def select(scope: Scope, node: Node, given: dict) -> Value:
+    """One index of a dim (the dim goes)."""
+    x, dim, covered = _taken(scope, node, given)
+    atoms, x = x.dims[dim], replace(x, ramp=False)
+    for axis in x.having(Somewhere):  # of the dims that may be sharded, not the one that is indexed
+        if not isinstance(mark := x.marks.get(axis), Somewhere) or mark.dims is None:  # any, or placed by now
+            continue
+        if len(left := tuple(d for d in mark.dims if d != dim)) == 1 and mark.group:
+            x = placed(x, mark.group, left[0])
+        else:
+            x = replace(x, marks={**x.marks, axis: mark._replace(dims=left or None)})
+    rest = [d for i, d in enumerate(x.dims) if i != dim]
+    x = _elsewhere(x, [d - (d > dim) for d in range(len(x.dims))])
+    what = "takes one of what a collective brought together"
+    marks: dict[str, Mark] = {fold.axis: scope.unknown(node, what) for fold in folds_of(atoms) if fold.kind != "copies"}
+    what = f"takes one index of dim {dim}, which is sharded"
+    for axis in sorted(over(atoms)):
+        fix = f"all_gather the dim over {axis!r} first, or use axis_index and declare"
+        marks[axis] = scope.unknown(node, what) if covered else suspected(node, what, fix)
+    return x.marked(marks).with_dims(rest)
+
+
+def _covered(scope: Scope, node: Node, dim: int) -> bool:
+    """Whether what is taken of a dim, here and by others that are used, is all of it, and nothing of it twice."""
+    source = node_of(node.args[0])
+    size, taken = source.meta["val"].shape[dim], []
+    for user in source.users:
+        name = op_name(user) if user.op == "call_function" else ""
+        if name not in _ALL | _SOME or user not in scope.live or _dim_of(user) % source.meta["val"].dim() != dim:
+            continue
+        if name == "select":
+            taken.append(int_of(user.args[2]) % size)
+        elif name == "slice":
+            taken += range(*slice(*(*user.args[2:], None, None, None)[:3]).indices(size))
+        else:
+            used = {int_of(item.args[1]) for item in user.users if item in scope.live}
+            if len(used) == len(user.meta["val"]):
+                taken += range(size)
+    return sorted(taken) == list(range(size))
+
+
+def _dim_of(node: Node) -> int:
+    at = 2 if op_name(node) in ("split", "split_with_sizes", "unsafe_split") else 1
+    return int_of(node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0))
+
+
+def slice_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """Zeros around the gradient of a slice."""
+    dim = given["dim"] % len(given["input_sizes"])
+    start, stop, _ = slice(given["start"], given["end"]).indices(given["input_sizes"][dim])
+    return padded(given["grad_output"], given["input_sizes"], dim, start, stop)
+
+
+def select_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """Zeros around the gradient of one index."""
+    dim, at = given["dim"] % len(given["input_sizes"]), given["index"]
+    return padded(given["grad_output"], given["input_sizes"], dim, at, at + 1)
+
+
+def cat(scope: Scope, node: Node, given: dict) -> Value:
+    """Pieces along a dim; empty ones are left out."""
+    dim, shapes_of = given["dim"] % len(shape_of(node)), [tuple(n.meta["val"].shape) for n in items_of(node.args[0])]
+    pairs = list(zip(given["tensors"], shapes_of, strict=True))
+    pairs = [(x, shape) for x, shape in pairs if math.prod(shape)] or pairs
+    return concatenated(scope, node, [x for x, _ in pairs], dim, [shape[dim] for _, shape in pairs])
+
+
+def stack(scope: Scope, node: Node, given: dict) -> Value:
+    """Values along a new dim."""
+    xs = given["tensors"]
+    out = unsqueezed(elementwise(scope, node, "beside", list(xs)), given["dim"])
+    out = _with_dim(out, given["dim"] % len(out.dims), plain(len(xs)))
+    return replace(out, constant=0 if {x.constant for x in xs} == {0} else None)
+
+
+def repeat(scope: Scope, node: Node, given: dict) -> Value:
+    """Copies one after another: constant from copy to copy."""
+    x, times = replace(given["self"], ramp=False), given["repeats"]
+    dims = ((),) * (len(times) - len(x.dims)) + x.dims
+    return x.with_dims((*(Atom(n, UNIFORM) for n in (r,) if n > 1), *d) for r, d in zip(times, dims, strict=True))
+
+
+def pad(scope: Scope, node: Node, given: dict) -> Value:
+    """Zeros around full dims, or behind each shard of a split one; other constants are no part of a pending sum."""
+    x = given["self"]
+    for i, (before, after) in enumerate(zip(given["pad"][::2], given["pad"][1::2], strict=True)):
+        dim = len(x.dims) - 1 - i
+        if after > 0 == before and given.get("value", 0) == 0 and over(x.dims[dim]):
+            runs = (x.dims[dim], plain(after, UNIFORM))  # which a slice takes apart again
+            x = x.with_dims((Atom(shape_of(node)[dim], runs=runs),) if d == dim else a for d, a in enumerate(x.dims))
+        elif before or after:
+            x = _with_dim(along(scope, node, x, dim, "a pad"), dim, plain(shape_of(node)[dim]))
+    x = replace(x, constant=0 if x.constant == 0 else None, ramp=False)
+    return x if given.get("value", 0) == 0 else elementwise(scope, node, "function", [x])
+
+
+RULES: Rules = MappingProxyType(
+    dict.fromkeys("view _unsafe_view reshape _reshape_alias".split(), view)
+    | dict.fromkeys("split split_with_sizes unsafe_split".split(), split)
+    | {
+        "t": _rule(transposed),
+        "transpose": _rule(transposed, "dim0", "dim1"),
+        "permute": _rule(permuted, "dims"),
+        "unsqueeze": _rule(unsqueezed, "dim"),
+        "squeeze": _rule(squeezed, "dim"),
+        "expand": expand,
+        "slice": slice_of,
+        "unbind": unbind,
+        "select": select,
+        "slice_backward": slice_backward,
+        "select_backward": select_backward,
+        "cat": cat,
+        "stack": stack,
+        "repeat": repeat,
+        "constant_pad_nd": pad,
+    }
+)

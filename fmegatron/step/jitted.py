@@ -1,0 +1,404 @@
+"""jit: a pure function over trees becomes one compiled graph: traced, checked, passed through `PASSES`, compiled."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import optree
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import World, kinds
+from fmegatron.layout import layout
+from fmegatron.step.checker.entrypoints import check_call
+from fmegatron.step.compile import usable_backend
+from fmegatron.step.donation import Donation, Leaf, require_own_memory
+from fmegatron.step.opaque import Entry, inline_layers
+from fmegatron.step.overlap.schedule import Overlap
+from fmegatron.step.passes import Program, Target
+from fmegatron.step.progress import progress
+from fmegatron.step.signature import differences, require_constants, signature_of
+from fmegatron.step.state import State, Unseen
+from fmegatron.step.torch_private import is_tracing, outside_of_tracing, storage_number
+from fmegatron.step.tracing import Traced, described, trace
+from fmegatron.step.write_back import donated_leaves
+from fmegatron.tree import labels, structure
+
+__all__ = ["Compiled", "Jitted", "jit"]
+
+
+class Compiled:
+    """One signature of a jit: a function compiled for given shapes, strides, dtypes, devices and static values.
+
+    traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
+    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
+    """
+
+    def __init__(self, fn, args, donate, target: Target, check=None):
+        self.traced: Traced = trace(fn, args)
+        self.report = check(self.traced) if check is not None and target.world is not None else None
+        checked = check is not None or target.world is None or target.world.size == 1
+        self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
+        self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
+        self.stages = self.program.stages
+        self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
+        self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
+        self.run: Callable[..., Any] | None = None
+        self.donation: Donation | None = None
+        labels = _known_of_outputs(traced, self.donated, checked)
+        for i, layout in () if self.report is None else self.report.found:
+            labels[i] = labels[i] or layout.label
+        self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
+        if self.donated:
+            self.donation = self._donation(_name(fn))
+        self.whole = Whole.of(self.traced, self.donated, args, donate) if self.donated else None
+
+    def _donation(self, name: str) -> Donation:
+        paths, fakes = self.traced.in_paths, self.traced.fakes
+        leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
+        return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
+
+    def compile(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Compile the layers inside, then the graph around them. tell: hears what is being compiled."""
+        self.run = self.program.compile(tell)
+        if self.donation is not None:
+            self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
+
+    def __call__(self, tensors: list) -> Any:
+        """The result of the step for the tensors among its arguments."""
+        run = self.run
+        assert run is not None, "`compile` comes first"
+        if self.donation is not None:
+            return self.donation.call(run, tensors, self._finish)
+        with torch.no_grad():
+            outs = run(*tensors)
+        return self._finish((), outs)
+
+    def again(self, state: State, made: Unseen, rest: list) -> Any:
+        """The result of a call with the last one's State, into which nobody has looked, and these other tensors."""
+        assert self.run is not None and self.donation is not None, "it was called before"
+        return self.donation.call_whole(self.run, state, made, rest, self._finish_again)
+
+    def _finish(self, donated, outs) -> Any:
+        """The result: the memory of the donated leaves, and what the graph returned."""
+        results: list[Any] = [None] * len(self.traced.out_paths)
+        for i, out in zip(self.kept, outs, strict=True):
+            results[i] = out
+        for i, x in zip(self.donated, donated, strict=True):
+            results[i] = x
+        for i, label in self.labels:
+            results[i]._layout = label
+        if self.whole is not None and _share_memory(donated, outs):
+            self.whole = None  # what is returned beside the state is a view of it, which somebody may keep
+        return self.traced.result(results) if self.whole is None else self.whole.result(list(donated), outs)
+
+    def _finish_again(self, leaves: list, outs) -> Any:
+        assert self.whole is not None, "it made the State"
+        for i, label in self.labels:
+            if i >= len(leaves):  # those of the State keep theirs
+                outs[i - len(leaves)]._layout = label
+        return self.whole.result(leaves, outs)
+
+
+class Whole:
+    """How the result of a step is made whose first argument and first result are a State that it may take whole."""
+
+    def __init__(self, traced: Traced, state: optree.PyTreeSpec, others: list[optree.PyTreeSpec]):
+        self.state, self.others, self.alone = state, others, traced.out_tree.type is not tuple
+        self.static = traced.out_static[state.num_leaves :]
+
+    @classmethod
+    def of(cls, traced: Traced, donated: Mapping[int, int], args: tuple, donate: Sequence[int]) -> Whole | None:
+        """None for a step whose leaves have to be looked at one by one: of another donated argument than a State in
+        place 0, of one that holds other things than tensors, and of one whose leaves do not return in their order."""
+        if tuple(donate) != (0,) or type(args[0]) is not State:
+            return None
+        state, *others = traced.out_tree.children() if traced.out_tree.type is tuple else [traced.out_tree]
+        in_order = list(donated.items()) == [(i, i) for i in range(state.num_leaves)]
+        if state.type is not State or not in_order or len(tree.leaves(args[0])) != state.num_leaves:
+            return None
+        return cls(traced, state, others)
+
+    def result(self, leaves: list, outs: Sequence) -> Any:
+        """The result of a call. leaves: of the State, with new values. outs: the other tensors that it returned."""
+        state = State.unseen(Unseen(self, leaves, self.state))
+        if self.alone:
+            return state
+        rest, static = iter(outs), iter(self.static)
+        found = []
+        for spec in self.others:
+            values = [next(rest) if s is None else s[0] for s in itertools.islice(static, spec.num_leaves)]
+            found.append(optree.tree_unflatten(spec, values))
+        return (state, *found)
+
+
+class Again(NamedTuple):
+    """What another call with a State that nobody has looked into is compared with: all but the State."""
+
+    compiled: Compiled
+    spec: optree.PyTreeSpec
+    signature: list
+
+
+class Jitted:
+    """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
+
+    def __init__(self, fn, donate, target: Target, check, allow):
+        self.allow, self.fn, self.donate, self.target = allow, fn, donate, target
+        self.world, self.cache, self.checks = target.world, {}, check
+        self._several = self.world is not None and self.world.size > 1
+        self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
+        self._again: Again | None = None  # of the last call, if it took a State that the next one may take whole
+        self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
+        self.name = _name(fn)
+        functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
+
+    def __repr__(self) -> str:
+        where = "one process" if self.world is None else f"rank {self.world.rank} of {self.world.mesh}"
+        donated = f", donates {', '.join(map(str, self.donate))}" if self.donate else ""
+        compiled = "1 signature" if len(self.cache) == 1 else f"{len(self.cache)} signatures"
+        return f"jit of {described(self.fn)} on {where}: {self.target.backend}{donated}, {compiled} compiled"
+
+    def __call__(self, *args, **named):
+        if named:
+            raise ValueError(
+                f"jit of {described(self.fn)}: got {', '.join(named)} by name, wanted all arguments by position, which "
+                "is how donate and layouts name them"
+            )
+        again, tracing = self._again, is_tracing()
+        if again is not None and args and type(args[0]) is State and not tracing:
+            made = args[0].untouched(again.compiled.whole)
+            if made is not None:
+                rest, spec = optree.tree_flatten(cast("Any", args[1:]))
+                if spec == again.spec and signature_of(rest, self._several) == again.signature:
+                    return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
+        leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
+        if tracing:
+            return self._call_inside(args, leaves, (spec, tuple(signature_of(leaves, labels=True))))
+        signature = signature_of(leaves, self._several)
+        # Compared with the last one before it is hashed, because this runs at every step for every leaf.
+        last = self._last
+        if last is None or signature != last[0] or spec != last[1]:
+            key = (spec, tuple(signature))
+            if not _known(key, self.cache, args):
+                self._tell_second(spec, signature)
+                self.cache[key] = self._build(args, leaves)
+            last = self._last = (signature, spec, self.cache[key])
+        compiled, self._again = last[2], None
+        if compiled.whole is not None:
+            others = optree.tree_structure(cast("Any", args[1:]))
+            self._again = Again(compiled, others, last[0][compiled.whole.state.num_leaves :])
+        # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
+        return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
+
+    def _tell_second(self, spec, signature) -> None:
+        """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
+        last = self._last
+        if last is not None and len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
+            changed = differences((last[1], last[0]), (spec, signature))
+            warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
+
+    def _build(self, args, leaves) -> Compiled:
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        target = replace(self.target, backend=usable_backend(self.target.backend, device))
+        hint = "" if target.in_order else ' (backend="eager" starts without compiling)'
+        with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
+            tell("tracing")
+            check = self._check if self.checks else None
+            compiled = Compiled(self.fn, args, self.donate, target, check)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            require_own_memory(tensors, compiled.traced.in_paths, list(compiled.donated.values()))
+            compile_ = functools.partial(compiled.compile, tell)
+            if self.world is None:
+                compile_()
+            else:
+                self.world.leader_first(compile_, f"compiling {self.name}")
+        return compiled
+
+    def _check(self, traced):
+        """The report of the check of a traced call; None where there is nothing to check it by, which is said."""
+        assert self.world is not None, "`Compiled` asks with a world"
+        labels = zip(traced.in_paths, traced.in_labels, strict=True)
+        missing = [path for path, label in labels if label is None]
+        if not missing:
+            return check_call(traced, self.world.mesh, self.donate, self.name, self.allow, self.world.rank == 0)
+        if not self._several:
+            return None
+        others = f" and of {len(missing) - 1} more" if len(missing) > 1 else ""
+        text = (
+            f"jit of {described(self.fn)}: got arrays whose layouts are not known: {missing[0]!r}{others}, "
+            "wanted all of them placed, as collectives are checked by it: tree.place(arrays, layouts), or check=False"
+        )
+        if self.donate:  # it updates a state: replicas that drift apart are never seen
+            raise ValueError(text)
+        if self.world.rank == 0 and (len(missing) < len(traced.in_paths) or _communicates(traced)):
+            warnings.warn(f"{text}; this one is not checked", stacklevel=6)
+        return None
+
+    def _call_inside(self, args, leaves, key):
+        """Called while another function is traced: one opaque node, compiled once."""
+        if self.donate:
+            raise ValueError(
+                f"{self.name}: got donate={self.donate} inside another jit, wanted donation by the outermost jit "
+                "alone; leave it out here"
+            )
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+            raise ValueError(
+                f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "
+                "gradient; differentiate inside of it, call the plain function (.fn), or make it a compiled_layer"
+            )
+        if not _known(key, self._inside, args):
+            with outside_of_tracing():
+                traced = trace(self.fn, args)
+            if any(traced.aliased):
+                path = traced.out_paths[traced.aliased.index(True)]
+                raise ValueError(
+                    f"{self.name}: output {path!r}: got one of its inputs or a view of one, wanted a new tensor; "
+                    "return a copy"
+                )
+            entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
+            self._inside[key] = (traced, entry)
+        traced, entry = self._inside[key]
+        outs = entry([x for x in leaves if isinstance(x, torch.Tensor)])
+        for x, label in zip(outs, traced.out_labels, strict=True):
+            if label is not None:
+                labels.labelled(x, label.layout)
+        return traced.result(outs)
+
+    def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
+        """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
+        compiled = list(self.cache.values())
+        if not compiled:
+            raise ValueError(f"{self.name}: got a jit that has compiled nothing, wanted its graph; call it once before")
+        stages = compiled[call].stages
+        if stage not in stages:
+            raise ValueError(f"stage: got {stage!r}, wanted one of {', '.join(stages)}")
+        return stages[stage].graph
+
+
+_STATIC = "leave it out: what is no tensor among the arguments is static"
+_WHOLE = "leave it out: the whole function is one graph, of the shapes that it is called with"
+_OF_OTHERS = MappingProxyType(
+    {
+        **{"donate_argnums": "give donate=0, the positions", "donate_argnames": "give donate=0, the positions"},
+        **{"static_argnums": _STATIC, "static_argnames": _STATIC, "fullgraph": _WHOLE, "dynamic": _WHOLE},
+        "mode": 'give backend="inductor", "aot_eager" or "eager", and Inductor\'s settings as patches',
+        "in_shardings": "leave it out: arrays know their layouts; state them once with tree.place(arrays, layouts)",
+        "out_shardings": "leave it out: a function returns local tensors",
+    }
+)
+
+
+def jit(
+    fn: Callable,
+    donate: int | Sequence[int] | None = None,
+    world: World | None = None,
+    backend: str = "inductor",
+    patches: dict | None = None,
+    check: bool = True,
+    allow: Mapping[str, str] | None = None,
+    overlap: Overlap | None = None,
+    **others: object,
+) -> Jitted:
+    """Compile a pure function over trees of tensors.
+
+    A second signature is compiled too, with one warning that names what differs. A jitted function that is called while
+    another one is traced becomes one opaque node, compiled once.
+
+    Args:
+        fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in
+            the arguments is a constant that belongs to the signature, with all that it holds (keep step counts and
+            learning rates in 0-d tensors).
+        donate: position (or positions) of arguments whose memory the result may take. Each must come back in the
+            result, in the same place of the result when the result is a tuple (argument 0 as result 0), with the same
+            structure, shapes and dtypes. The given tree is dead after the call: reading one of its leaves, or passing
+            it again, is a ValueError (keep a copy, tree.copies(state), of what you need later; memory of a leaf
+            that a view, an UntypedStorage or a numpy array of yours has is left to you; an address from data_ptr() is
+            not seen). Without donate no argument changes.
+        world: the ranks, if the function communicates; one rank of a node compiles, the others load what it compiled.
+        backend: "inductor", "compile", "aot_eager" or "eager", see `step.compile.compile_graph`.
+        patches: Inductor's settings for all graphs. With {"_micro_pipeline_tp": True} gathers and reduce-scatters have
+            the form in which Inductor joins them to the products beside them (on CUDA, in symmetric memory).
+        check: with a world, the collectives are checked before anything is compiled (`step.check`), by the layouts of
+            the arrays that the function is called with (`tree.place`), and a finding is a ValueError that lists all of
+            them with their lines. The result of a donated argument must have its layouts, and has them in the next
+            call. Outputs that the check cannot prove refuse nothing: rank 0 warns, once, which they are, because of
+            which line, and how to go on. On several ranks, arguments whose layouts are not known are refused where the
+            function donates; where it communicates, rank 0 warns that it is not checked. False: no check.
+        allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
+        overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+        others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
+
+    Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
+    """
+    if not callable(fn) or isinstance(fn, torch.nn.Module) and fn.state_dict():
+        raise ValueError(
+            f"jit: got {structure.in_words(fn)}, wanted a pure function of trees of tensors; of a module: "
+            "lambda params, x: torch.func.functional_call(module, params, (x,))"
+        )
+    if others:
+        name, value = next(iter(others.items()))
+        fix = _OF_OTHERS.get(name, "arguments of the function go to what jit returns")
+        own = ", ".join([*signature(jit).parameters][1:-1])
+        raise ValueError(f"jit: got {name}={value!r}, wanted arguments of its own: {own}; {fix}")
+    if overlap is not None and not isinstance(overlap, Overlap):
+        raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
+    positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)
+    if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
+        raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
+    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap)
+    if not isinstance(check, bool):
+        raise ValueError(
+            f"jit: check: got {structure.in_words(check)}, wanted True or False; layouts are those of the arrays: "
+            "tree.place(state, layouts)"
+        )
+    return Jitted(fn, positions, target, check, dict(allow or {}))
+
+
+def _known_of_outputs(traced: Traced, donated: Mapping[int, int], checked: bool) -> list[layout.Label | None]:
+    """The layouts of the outputs of a compiled call, where they are known: new values of donated arrays have theirs,
+    others what the function states, where that was checked or there is one rank; and on one rank what has the shape of
+    the array in whose place it stands has its layout, as there is no other."""
+    labels = [label if checked and label and not label.layout.unreduced else None for label in traced.out_labels]
+    inputs = dict(zip(traced.in_paths, zip(traced.in_labels, traced.fakes, strict=True), strict=True))
+    several = traced.out_tree.type is tuple
+    for i, (path, node) in enumerate(zip(traced.out_paths, traced.outputs, strict=True)):
+        label, fake = inputs.get(path if several else f"0/{path}" if path else "0", (None, None))
+        alike = fake is not None and (fake.shape, fake.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
+        if label is not None and alike and label.layout.mesh.size == 1:
+            labels[i] = labels[i] or label
+    for out, given in donated.items():
+        labels[out] = traced.in_labels[given]
+    return labels
+
+
+def _share_memory(donated: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether one of the outputs has memory of the new values of donated leaves."""
+    memory = {storage_number(x.untyped_storage()) for x in donated}
+    return any(storage_number(x.untyped_storage()) in memory for x in outs)
+
+
+def _communicates(traced: Traced) -> bool:
+    """Whether a traced function sends anything."""
+    nodes = inline_layers(traced.graph_module.graph).nodes
+    return any((found := kinds.collective_of(node.target)) is not None and found.sent is not None for node in nodes)
+
+
+def _name(fn: Callable) -> str:
+    return getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
+
+
+def _known(key, cache: dict, args) -> bool:
+    """Whether a signature is in a cache. ValueError for a leaf that cannot be part of one (such as a numpy array)."""
+    try:
+        return key in cache
+    except TypeError:
+        require_constants(args)
+        raise

@@ -1,0 +1,1 @@
+"""Timelines of a step: what it computes and communicates when, planned or measured."""
