@@ -28,8 +28,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 import fmegatron
-from fmegatron.loop import hardware
-from fmegatron.step import clock
 
 try:
     import torch
@@ -37,9 +35,8 @@ try:
 
     from fmegatron.collectives import Axes, World, connect, psum
     from fmegatron.layout import Mesh
-
-    pass
-    pass
+    from fmegatron.loop import hardware
+    from fmegatron.step import clock
 except ModuleNotFoundError as missing:
     if __name__ != "__main__":
         raise

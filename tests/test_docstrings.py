@@ -26,7 +26,11 @@ def missing(name: str, thing) -> list[str]:
 
 def test_public_symbols():
     packages = {room: importlib.import_module(f"fmegatron.{room}") for room in rooms()}
-    none(f"fmegatron.{room} names nothing in __all__" for room, package in packages.items() if not package.__all__)
+    none(
+        f"fmegatron.{room} names nothing in __all__"
+        for room, package in packages.items()
+        if not package.__all__ and room != "files"  # of which no user needs anything
+    )
     twice = {room: {name for name in p.__all__ if p.__all__.count(name) > 1} for room, p in packages.items()}
     none(f"__all__ of fmegatron.{room} names {', '.join(names)} twice" for room, names in twice.items() if names)
     none(

@@ -27,6 +27,8 @@ PEERS = {"jax", "orbax", "megatron", "transformers", "grain", "torchdata"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}
 # Files beside the rooms that are run (`python -m fmegatron.check`): they may import every room, and none imports them.
 PROGRAMS = {"fmegatron/check.py", "fmegatron/doctor.py", "fmegatron/parity.py", "fmegatron/report.py"}
+# A table of names that every room shows: it imports nothing.
+TABLES = {"fmegatron/moved.py"}
 # Commands of rooms that look at what rooms below them make (experiments, which the loop loads; checkpoints of other
 # systems): programs too, inside of their rooms.
 COMMANDS = {"fmegatron/plan/__main__.py", "fmegatron/checkpoint/__main__.py"}
@@ -63,14 +65,21 @@ def room_of(path: Path) -> str | None:
 def goes_up(room: str | None, name: str) -> bool:
     """Whether a file of this room may import `name`."""
     parts = name.split(".")
-    if parts[0] != "fmegatron" or len(parts) < 2 or parts[1] == room:
+    if parts[0] != "fmegatron" or len(parts) < 2 or parts[1] == room or f"fmegatron/{parts[1]}.py" in TABLES:
         return True
     return room is not None and LEVELS[parts[1]] < LEVELS[room]
 
 
 def test_beside_the_rooms_are_programs_only():
     beside = {path.as_posix() for path in sources("fmegatron") if len(path.parts) == 2}
-    assert beside == PROGRAMS | {"fmegatron/__init__.py"}
+    assert beside == PROGRAMS | TABLES | {"fmegatron/__init__.py"}
+    none(
+        f"{table}: imports {name}; every room imports it"
+        for table in TABLES
+        for node in ast.walk(syntax(Path(table)))
+        for name in imported(node)
+        if name.startswith("fmegatron")
+    )
     for program in PROGRAMS | COMMANDS:
         assert (ROOT / program).read_text().endswith('if __name__ == "__main__":\n    sys.exit(main())\n')
     names = {name for _, _, name in imports("fmegatron", "experiments")}

@@ -16,6 +16,7 @@ from fmegatron.checkpoint.reading.rules import fuse, pad, split, stack, transpos
 from fmegatron.checkpoint.reading.snapshot import Snapshot, open_snapshot
 from fmegatron.checkpoint.reading.source import Foreign, Grain, Source
 from fmegatron.checkpoint.writing.saving import save
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "AsyncSaver",
@@ -51,3 +52,5 @@ __all__ = [
     "transpose",
     "unstack",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

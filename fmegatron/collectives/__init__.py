@@ -18,6 +18,7 @@ from fmegatron.collectives.ops import (
 from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.resharding import reshard
 from fmegatron.collectives.world import FailedOnRank, World, connect
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "Axes",
@@ -36,3 +37,5 @@ __all__ = [
     "reshard",
     "shard",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

@@ -14,6 +14,7 @@ from fmegatron.data.sources import Mapped, SourceBatches, Stream
 from fmegatron.data.subword import SubwordTokenizer
 from fmegatron.data.template import ChatTemplate
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "Batches",
@@ -40,3 +41,5 @@ __all__ = [
     "train_and_held_out",
     "write_indexed",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

@@ -15,6 +15,7 @@ from fmegatron.interop.dtensor import to_dtensor
 from fmegatron.interop.safetensors_export import export_safetensors
 from fmegatron.interop.sources import source
 from fmegatron.interop.state_dict import load_state_dict, save_state_dict
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "dcp_to_fmegatron",
@@ -27,3 +28,5 @@ __all__ = [
     "to_dtensor",
     "upcycle",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

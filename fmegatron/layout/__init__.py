@@ -8,6 +8,7 @@ from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.plan import plan_reshard
 from fmegatron.layout.rules import Rules
 from fmegatron.layout.split import Split
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "Box",
@@ -19,3 +20,5 @@ __all__ = [
     "check_cover",
     "plan_reshard",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

@@ -7,6 +7,7 @@ from fmegatron.loop.experiment import Experiment
 from fmegatron.loop.flags import set_up
 from fmegatron.loop.launcher import launch
 from fmegatron.loop.loggers import JsonLines, Loggers, read_metrics
+from fmegatron.loop.losses import BadLoss
 from fmegatron.loop.notebook_ranks import engines
 from fmegatron.loop.options import Faults, Log, Options, Policies, Save
 from fmegatron.loop.reading import own_rows
@@ -18,8 +19,10 @@ from fmegatron.loop.run import Run
 from fmegatron.loop.services import MLflow, TensorBoard, WeightsAndBiases
 from fmegatron.loop.training import evaluate, train
 from fmegatron.loop.until import Until
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
+    "BadLoss",
     "Experiment",
     "Faults",
     "JsonLines",
@@ -50,3 +53,5 @@ __all__ = [
     "set_up",
     "train",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

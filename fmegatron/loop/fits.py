@@ -61,8 +61,9 @@ def planned_bytes(
         f"{from_trace.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3]
     )
     raise UsageError(
-        f"memory: got a step that takes {from_trace.in_mib(peak)} {where} ({how}), wanted at most {from_trace.in_mib(limit)}, {of}."
-        f" The largest parts: {largest}; {fix}, or --run.memory.plan=off"
+        f"memory: got a step that takes {from_trace.in_mib(peak)} {where} ({how}), "
+        f"wanted at most {from_trace.in_mib(limit)}, {of}. The largest parts: {largest}; {fix}, or "
+        "--run.memory.plan=off"
     )
 
 

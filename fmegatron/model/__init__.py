@@ -22,6 +22,7 @@ from fmegatron.model.stored import kept, opened
 from fmegatron.model.training import build
 from fmegatron.model.weights import Weights
 from fmegatron.model.wrapped import Wrapped
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "Array",
@@ -64,3 +65,5 @@ __all__ = [
     "stream",
     "token_losses",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

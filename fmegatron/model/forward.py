@@ -342,7 +342,8 @@ def loss(
         reshard_after_forward: which weights are gathered for each use (`logits`).
         samples: int64 [B], the number of each row among all rows of the run, which
             build_train_step(with_sample_ids=True) gives: then dropout and router noise of the model are applied, the
-            same on every mesh. None: they are not, as in evaluation; a gradient of a model that has some is an error (`model.deterministic`).
+            same on every mesh. None: they are not, as in evaluation; a gradient of a model that has some is an error
+            (`model.deterministic`).
         key: of these random numbers, such as the run's seed.
     """
     how = (axes, save, offload, reshard_after_forward)

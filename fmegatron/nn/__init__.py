@@ -1,7 +1,8 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
+from fmegatron.moved import no_name as _no_name
 from fmegatron.nn.context_parallel import ring_attention
-from fmegatron.nn.dense_attention import attention
+from fmegatron.nn.dense_attention import Causal, attention
 from fmegatron.nn.embedding import embed
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel
@@ -17,6 +18,7 @@ from fmegatron.nn.state_space import ssd
 from fmegatron.nn.weight import LowRank, Pair, dense, entered, grouped_matmul, matmul
 
 __all__ = [
+    "Causal",
     "LowRank",
     "Pair",
     "Router",
@@ -46,3 +48,5 @@ __all__ = [
     "uniform",
     "with_capacity",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

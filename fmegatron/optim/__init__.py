@@ -13,6 +13,7 @@ and `skip_nonfinite` wrap an optimizer. `optim.contrib` has more. One of your ow
 ([0.5, 2.5], 1)
 """
 
+from fmegatron.moved import no_name as _no_name
 from fmegatron.optim.adam import adamw, add_decayed_weights, scale_by_adam, scale_by_learning_rate
 from fmegatron.optim.average import averaged
 from fmegatron.optim.clipping import clip, clip_by_global_norm, global_norm
@@ -53,3 +54,5 @@ __all__ = [
     "skip_nonfinite",
     "wsd",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

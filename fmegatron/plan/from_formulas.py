@@ -23,7 +23,8 @@ from fmegatron.plan.from_trace import in_mib
 from fmegatron.plan.saved import block_bytes
 from fmegatron.plan.setting import Setting, setting_of
 from fmegatron.plan.traffic import sent_by_axes
-from fmegatron.step import Description, Overlap, placements
+from fmegatron.step import Description, Overlap
+from fmegatron.step.state import placements
 from fmegatron.step.timelines import planned
 from fmegatron.tree import structure
 

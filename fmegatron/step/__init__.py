@@ -1,5 +1,6 @@
 """One update as a pure function: gradients, layers compiled once, and jit (trace, lower, donate, compile)."""
 
+from fmegatron.moved import no_name as _no_name
 from fmegatron.step.checker.entrypoints import check
 from fmegatron.step.description import Description
 from fmegatron.step.from_loss import build
@@ -11,7 +12,7 @@ from fmegatron.step.microbatches import accumulate
 from fmegatron.step.overlap.schedule import Overlap
 from fmegatron.step.parts import Part, mean, means
 from fmegatron.step.reduce import reduce_gradients
-from fmegatron.step.state import State, averaged_params, placements, state_specs
+from fmegatron.step.state import State, averaged_params, state_specs
 from fmegatron.step.timelines.measured import timeline
 from fmegatron.step.tracing import trace
 from fmegatron.step.traffic import collectives_of
@@ -32,7 +33,6 @@ __all__ = [
     "layers",
     "mean",
     "means",
-    "placements",
     "reduce_gradients",
     "remat",
     "state_specs",
@@ -41,3 +41,5 @@ __all__ = [
     "trace",
     "value_and_grad",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

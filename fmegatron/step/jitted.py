@@ -53,8 +53,8 @@ class Compiled:
         self.run: Callable[..., Any] | None = None
         self.donation: Donation | None = None
         labels = _known_of_outputs(traced, self.donated, checked)
-        for i, layout in () if self.report is None else self.report.found:
-            labels[i] = labels[i] or layout.label
+        for i, found in () if self.report is None else self.report.found:
+            labels[i] = labels[i] or found.label
         self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
         if self.donated:
             self.donation = self._donation(_name(fn))

@@ -72,8 +72,8 @@ class Part:
 
     def __add__(self, other: object) -> Part:
         raise ValueError(
-            f"a mean and {structure.in_words(other)}: got their sum, wanted both by name, as each has its own count; return "
-            'a dict of them: {"lm": lm, "z": 0.1 * z}'
+            f"a mean and {structure.in_words(other)}: got their sum, wanted both by name, as each has its own count; "
+            'return a dict of them: {"lm": lm, "z": 0.1 * z}'
         )
 
     __radd__ = __add__

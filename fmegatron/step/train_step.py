@@ -70,7 +70,8 @@ def build_train_step(
         post_update: post_update(params, metrics) -> (params, metrics): what no gradient decides, such as the biases
             that balance experts (`model.post_update`); after the update, with the metrics of the full batch. Where the
             norm of the gradients is not finite it changes no parameter.
-        bucket_bytes: bytes of the largest leaf that shares a collective with others; a larger one is a bucket by itself.
+        bucket_bytes: bytes of the largest leaf that shares a collective with others; a larger one is
+            a bucket by itself.
 
     The step raises ValueError, naming the leaf, when it is first called with parameters or an optimizer state that are
     not what `layouts` and `strategy` state (structure, local shape, dtype). ValueError at once for layouts of another

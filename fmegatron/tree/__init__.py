@@ -1,5 +1,6 @@
 """Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
 
+from fmegatron.moved import no_name as _no_name
 from fmegatron.tree.arithmetic import add, count, scale, subtract
 from fmegatron.tree.checks import check
 from fmegatron.tree.initialize import init
@@ -42,3 +43,5 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

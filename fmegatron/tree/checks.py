@@ -51,8 +51,8 @@ def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: st
             )
         elif x.dtype is not layout.dtype:
             problems.append(
-                f"  {path}: got dtype {dtypes.dtype_name(x.dtype)}, wanted {dtypes.dtype_name(layout.dtype)} of {layout};"
-                f" cast with x.to({layout.dtype}) or change the layout"
+                f"  {path}: got dtype {dtypes.dtype_name(x.dtype)}, wanted {dtypes.dtype_name(layout.dtype)} of "
+                f"{layout}; cast with x.to({layout.dtype}) or change the layout"
             )
     if problems:
         more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""

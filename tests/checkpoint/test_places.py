@@ -13,7 +13,7 @@ from fmegatron.checkpoint import LocalReplicas, Manager
 from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.stores import open_store
-from fmegatron.files import whole
+from fmegatron.files import disk, whole
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes
 
@@ -223,7 +223,7 @@ def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, m
         monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
     if existing:
         checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
-    real, real_identity, left = whole.sync_directory, commit.identity, ["sync", "identity"]
+    real, real_identity, left = whole.sync_directory, disk.identity, ["sync", "identity"]
 
     def other():
         checkpoint.save(tmp_path / "a", state(5), LAYOUTS)
@@ -246,7 +246,7 @@ def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, m
 
     with small_sizes(), monkeypatch.context() as patch:
         patch.setattr(whole, "sync_directory", sync)
-        patch.setattr(commit, "identity", identity)
+        patch.setattr(disk, "identity", identity)
         with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
             checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
     assert left == [] and os.listdir(tmp_path) == ["a"]

@@ -333,7 +333,7 @@ def test_an_object_store_and_an_owner_that_was_stopped_for_long(monkeypatch, exi
 
     with monkeypatch.context() as patch:
         # The saver asks nobody's fate, and all are unknown to the cleaner.
-        patch.setattr("fmegatron.checkpoint.files.leases.fate", lambda whose: "unknown")
+        patch.setattr("fmegatron.files.owners.fate", lambda whose: "unknown")
         for name in real:
             patch.setattr(type(place), name, stop(name))
         patch.setattr(KeyValues, "write", write)

@@ -16,6 +16,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.interop import hf, safetensors_source
 from fmegatron.layout import Mesh
+from fmegatron.model.families import registry
 from tests.checkpoint.fake_world import run
 from tests.interop.hf_folder import write
 from tests.pairs import few
@@ -119,7 +120,7 @@ def test_memory_beside_the_shards_is_bounded(tmp_path):
 def test_what_explain_says_is_read(tmp_path, counted):
     write(tmp_path / "a")
     decoder, layouts = opened(tmp_path / "a", Mesh(tp=2))
-    rules = [hf.from_names(decoder, hf.family_of(hf.config_of(tmp_path / "a")))]
+    rules = [hf.from_names(decoder, registry.family_of(hf.config_of(tmp_path / "a")))]
     source = interop.source(tmp_path / "a")
     said = checkpoint.explain(source, layouts, 1, rules=rules)
     checkpoint.restore(source, layouts, rank=1, rules=rules)

@@ -9,7 +9,8 @@ from fmegatron import checkpoint, model, optim, tree
 from fmegatron.collectives import Axes, Precision, connect, reshard
 from fmegatron.collectives.reshard_plan import reshard_moves
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import build_train_step, check, jit, placements, state_specs
+from fmegatron.step import build_train_step, check, jit, state_specs
+from fmegatron.step.state import placements
 from fmegatron.testing import Ranks, simulate, split
 from fmegatron.testing.compare_ranks import relative_error
 from tests.checkpoint.fake_world import assert_same_bits, run, save_all, small_sizes

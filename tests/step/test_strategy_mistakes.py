@@ -10,8 +10,9 @@ from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Layout, Mesh, Split
 from fmegatron.layout.data_parallel import DATA_AXES
 from fmegatron.optim.orthogonalized import fused_parts
-from fmegatron.step import build_train_step, collectives_of, placements, state_specs, trace
+from fmegatron.step import build_train_step, collectives_of, state_specs, trace
 from fmegatron.step.costs import least_traffic
+from fmegatron.step.state import placements
 from fmegatron.testing import split
 from tests.fresh_state import fresh_state
 from tests.step import strategies

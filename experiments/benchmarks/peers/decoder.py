@@ -11,6 +11,7 @@ from torch import nn
 
 from fmegatron import model
 from fmegatron.layout import Mesh
+from fmegatron.model.array_specs import init
 
 SIZES = {
     "least": (
@@ -45,7 +46,7 @@ class Sizes:
         fields, batch_size = SIZES[self.size]
         fields = {**fields, "layers": self.layers or fields["layers"]}
         config = model.llama(**fields, vocab_multiple=1, tied=False, param_dtype=self.dtype, compute_dtype=self.dtype)
-        params = model.init(config, Mesh(dp=1), key=0)
+        params = init(config, Mesh(dp=1), key=0)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, config.vocab_size, (batch_size, config.max_seq + 1), generator=generator)
         return config, params, {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}

@@ -3,9 +3,12 @@
 from fmegatron.checkpoint.tools.differences import diff
 from fmegatron.checkpoint.tools.resharding import reshard
 from fmegatron.checkpoint.tools.verification import verify
+from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "diff",
     "reshard",
     "verify",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

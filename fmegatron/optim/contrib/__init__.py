@@ -5,6 +5,7 @@ strategy as the table of `tests/optim` has it, and is imported by nothing outsid
 experiment of this project trains with it.
 """
 
+from fmegatron.moved import no_name as _no_name
 from fmegatron.optim.contrib.blockwise import float8, int8
 from fmegatron.optim.contrib.compression import compressed
 from fmegatron.optim.contrib.factored import adafactor
@@ -20,3 +21,5 @@ __all__ = [
     "mup_multipliers",
     "soap",
 ]
+
+globals()["__getattr__"] = _no_name(__name__)

@@ -1,0 +1,99 @@
+"""Public names: few, each in an example that runs, none named as its file; names of before say where they are."""
+
+import ast
+import importlib
+import pkgutil
+import re
+import types
+
+import pytest
+
+import fmegatron
+from fmegatron.moved import INTERNAL, REPLACED
+from tests.house import ROOT, none, sources, syntax
+
+PACKAGES = sorted(i.name for i in pkgutil.walk_packages(fmegatron.__path__, "fmegatron.") if i.ispkg)
+MOST = 280
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*"), *ROOT.glob("experiments/*.py"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+
+def public(package: str) -> list[str]:
+    """What `dir` of a package shows, modules left aside."""
+    names = vars(importlib.import_module(package))
+    return sorted(n for n, x in names.items() if n[0] != "_" and not isinstance(x, types.ModuleType))
+
+
+def test_fronts_show_what_they_name_and_no_more():
+    none(
+        f"{package}: {', '.join(names)}: not in __all__, or not there"
+        for package in PACKAGES
+        if (names := set(public(package)) ^ set(vars(importlib.import_module(package)).get("__all__", ())))
+    )
+
+
+def test_few():
+    assert sum(len(public(package)) for package in PACKAGES) <= MOST
+
+
+def test_no_name_is_that_of_its_file():
+    none(
+        f"fmegatron/{room}: {name} is a public name and the name of a file"
+        for room in sorted({package.split(".")[1] for package in PACKAGES})
+        for name in {n for package in PACKAGES if package.split(".")[1] == room for n in public(package)}
+        & {path.stem for path in (ROOT / "fmegatron" / room).rglob("*.py")}
+    )
+
+
+def test_each_name_is_shown():
+    told = "\n".join(path.read_text(encoding="utf-8") for path in PAGES if path.suffix in (".md", ".ipynb", ".py"))
+    none(
+        f"{package}.{name}: in no page, notebook or experiment; show it in docs/names.md"
+        for package in PACKAGES
+        for name in public(package)
+        if not re.search(rf"\b{package.split('.')[-1]}\.{name}\b|import\b[^\n]*\b{name}\b|^ +\"?{name}\b", told, re.M)
+    )
+
+
+def test_the_page_of_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs/names.md").read_text(encoding="utf-8")
+    names = {"__name__": "names"}
+    for block in BLOCK.finditer(text):
+        lines = "\n" * text.count("\n", 0, block.start(1))
+        exec(compile(lines + block[1], "docs/names.md", "exec"), names)
+
+
+@pytest.mark.parametrize("package", sorted({f"fmegatron.{room}" for room, *_ in (*INTERNAL, *REPLACED)}))
+def test_names_of_before_say_where_they_are(package):
+    room, front = package.removeprefix("fmegatron."), importlib.import_module(package)
+    told = (ROOT / "docs/changes.md").read_text(encoding="utf-8")
+    for _, module, names in (row for row in INTERNAL if row[0] == room):
+        assert f"| `{room}` | `fmegatron.{module}` | {', '.join(f'`{name}`' for name in names.split())} |" in told
+        target = importlib.import_module(f"fmegatron.{module}")
+        for name in names.split():
+            assert hasattr(target, name), f"{module}.{name}"
+            with pytest.raises(AttributeError, match=rf"has no attribute '{name}'.*fmegatron\.{module} import {name}"):
+                getattr(front, name)
+    for _, name, place in (row for row in REPLACED if row[0] == room):
+        with pytest.raises(AttributeError, match=re.escape(place)):
+            getattr(front, name)
+        assert re.search(rf"\b{name}\b", told), f"docs/changes.md does not say what stands for {room}.{name}"
+
+
+def test_a_name_that_never_was():
+    with pytest.raises(AttributeError, match=r"^module 'fmegatron.step' has no attribute 'nonsense'$"):
+        importlib.import_module("fmegatron.step").nonsense  # noqa: B018
+
+
+def test_rooms_take_modules_past_a_front():
+    """What another room needs is imported from its file: as a module, by which a reader sees whose it is."""
+    taken = set()
+    for path in sources("fmegatron"):
+        room = path.parts[1].removesuffix(".py")
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fmegatron."):
+                parts = node.module.split(".")
+                for alias in node.names if parts[1] != room and len(parts) > 2 else ():
+                    taken.add((room, f"{node.module}.{alias.name}"))
+    assert len(taken) <= 90
