@@ -3,7 +3,7 @@
     make bench-moe
     python experiments/benchmarks/moe.py [--rounds=7] [--quick]
 
-2 gloo ranks of one thread each, fp32, half of the experts on each. Ours: `nn.dropless` in one compiled step, room for
+2 gloo ranks of one thread each, fp32, half of the experts on each. Ours: `moe.dropless` in one compiled step, room for
 the worst case, and with room for 1.25 times the balanced load. The peer: tokens sorted by expert, `all_to_all_single`
 with splits that the host knows, a loop over experts, and back (as Hugging Face's and Megatron's plain layers do). Then
 one rank with all experts, against Mixtral's layer of transformers in each of its forms of products, which has no
@@ -24,6 +24,7 @@ from heap import counted_in_children, peak_bytes
 from fmegatron import nn, step
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
+from fmegatron.nn import moe
 from fmegatron.nn.moe import expert_weights
 from fmegatron.testing.measure import paired_seconds, report
 from fmegatron.testing.ranks import RankPool
@@ -66,7 +67,7 @@ def ours(mesh: Mesh, sizes: Sizes, rows: int | None):
             x, router, up, down = leaves
             routing = choose(x[None] @ router)
             w = expert_weights({"up": up, "down": down}, ep, ep)
-            y, found = nn.dropless(x[None], routing, w, experts, ep, ep, axes[()], rows)
+            y, found = moe.dropless(x[None], routing, w, experts, ep, ep, axes[()], rows)
             loss = y.square().sum()
         return loss.detach(), torch.autograd.grad(loss, leaves), found["sent"]
 

@@ -17,12 +17,11 @@ from fmegatron.collectives.ops import (
 )
 from fmegatron.collectives.precision import Precision
 from fmegatron.collectives.resharding import reshard
-from fmegatron.collectives.world import FailedOnRank, World, connect
+from fmegatron.collectives.world import World, connect
 from fmegatron.moved import no_name as _no_name
 
 __all__ = [
     "Axes",
-    "FailedOnRank",
     "Precision",
     "World",
     "all_gather",

@@ -11,8 +11,7 @@ from fmegatron.data.megatron_order import Megatron, megatron_split
 from fmegatron.data.open_tokenizer import Tokenizer, load_tokenizer
 from fmegatron.data.packing import load_packing, pack
 from fmegatron.data.sources import Mapped, SourceBatches, Stream
-from fmegatron.data.subword import SubwordTokenizer
-from fmegatron.data.template import ChatTemplate
+from fmegatron.data.template import load_template
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
 from fmegatron.moved import no_name as _no_name
 
@@ -21,7 +20,6 @@ __all__ = [
     "Blend",
     "ByteTokenizer",
     "CharTokenizer",
-    "ChatTemplate",
     "Chats",
     "EvaluationBatches",
     "FillInTheMiddle",
@@ -31,9 +29,9 @@ __all__ = [
     "Source",
     "SourceBatches",
     "Stream",
-    "SubwordTokenizer",
     "Tokenizer",
     "load_packing",
+    "load_template",
     "load_tokenizer",
     "megatron_split",
     "pack",

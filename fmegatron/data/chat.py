@@ -23,7 +23,7 @@ def template_of(tokenizer: Any, template: ChatTemplate | None = None) -> ChatTem
     if found is None:
         raise ValueError(
             "chat: got a tokenizer without a chat template, wanted one; load the folder that has chat_template.jinja "
-            "or tokenizer_config.json, or give template=data.ChatTemplate(text)"
+            "or tokenizer_config.json, or give template=data.load_template(path)"
         )
     return found
 

@@ -9,14 +9,14 @@ from fmegatron.loop.launcher import launch
 from fmegatron.loop.loggers import JsonLines, Loggers, read_metrics
 from fmegatron.loop.losses import BadLoss
 from fmegatron.loop.notebook_ranks import engines
-from fmegatron.loop.options import Faults, Log, Options, Policies, Save
+from fmegatron.loop.options import Faults, Local, Log, Options, Policies, Save
 from fmegatron.loop.reading import own_rows
 from fmegatron.loop.report.page import report_page
 from fmegatron.loop.report.read import read_run
 from fmegatron.loop.restart import Restart
 from fmegatron.loop.resume import Settings
 from fmegatron.loop.run import Run
-from fmegatron.loop.services import MLflow, TensorBoard, WeightsAndBiases
+from fmegatron.loop.services import TensorBoard, WeightsAndBiases
 from fmegatron.loop.training import evaluate, train
 from fmegatron.loop.until import Until
 from fmegatron.moved import no_name as _no_name
@@ -26,9 +26,9 @@ __all__ = [
     "Experiment",
     "Faults",
     "JsonLines",
+    "Local",
     "Log",
     "Loggers",
-    "MLflow",
     "Options",
     "Policies",
     "Restart",

@@ -8,12 +8,13 @@ from fmegatron.model.decoder import MTP, Decoder, Part
 from fmegatron.model.determinism import deterministic
 from fmegatron.model.families.llamas import llama
 from fmegatron.model.forward import blocks, contexts, embed, logits, loss, read_out, token_losses
+from fmegatron.model.json_form import described, description
 from fmegatron.model.lm_harness import harness
 from fmegatron.model.mamba import Mamba
 from fmegatron.model.mixer import Mixer, PerToken
-from fmegatron.model.mla import MLA
 from fmegatron.model.mlp import MLP
 from fmegatron.model.moe import MoE
+from fmegatron.model.mtp import ahead
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.post_updates import post_update
 from fmegatron.model.sample import ENDED, generate, inference, stream
@@ -29,7 +30,6 @@ __all__ = [
     "Attention",
     "Decoder",
     "ENDED",
-    "MLA",
     "MLP",
     "MTP",
     "Mamba",
@@ -41,9 +41,12 @@ __all__ = [
     "Weights",
     "Wrapped",
     "adapted",
+    "ahead",
     "blocks",
     "build",
     "contexts",
+    "described",
+    "description",
     "deterministic",
     "embed",
     "generate",
@@ -58,9 +61,9 @@ __all__ = [
     "merged",
     "opened",
     "perplexity",
+    "post_update",
     "read_out",
     "score",
-    "post_update",
     "specs",
     "stream",
     "token_losses",

@@ -21,10 +21,12 @@ from fmegatron.model.draws import jittered, noisy
 from fmegatron.model.mixer import PerToken, Rule
 from fmegatron.model.mlp import MLP
 from fmegatron.nn import mlp, moe
+from fmegatron.nn.moe import dropless, with_capacity
 from fmegatron.nn.routing import (
     Routing,
     balanced_bias,
     expert_load,
+    expert_probs,
     router_entropy,
     router_z_loss,
     sequence_balance_loss,
@@ -41,10 +43,10 @@ class MoE(PerToken):
     which `build_train_step(post_update=...)` applies), such as 0.001 (DeepSeek V3); 0: it stays. ep: axes of the data
     that hold experts, each rank E/n of them; their gathered weights stay split over them. With "tp" among them an
     expert is not split over tp, and the sequence is (Decoder.sequence_parallel). rows: for which a rank has room
-    (`nn.dropless`); None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in
-    the backward (`nn.dropless`). capacity: an expert takes at most so many times its equal share of a sequence's
-    tokens, and drops others (`nn.with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the
-    router, 0 for none: of Switch's balance over the batch (`nn.expert_probs`), which with several microbatches needs
+    (`dropless`); None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in
+    the backward (`dropless`). capacity: an expert takes at most so many times its equal share of a sequence's
+    tokens, and drops others (`with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the
+    router, 0 for none: of Switch's balance over the batch (`expert_probs`), which with several microbatches needs
     the loads of all of them before the first backward, `build_train_step(twice=True)`; of that over each sequence by
     itself (`nn.sequence_balance_loss`), which does not; of `nn.router_z_loss`. biases: router and experts have
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
@@ -173,7 +175,7 @@ class MoE(PerToken):
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
         totals = {"entropy": router_entropy(routing.probs, real_BS)}
         if self.balance:
-            totals |= {"probs": nn.expert_probs(routing.probs, real_BS), "chosen": chosen_E.to(torch.float64)}
+            totals |= {"probs": expert_probs(routing.probs, real_BS), "chosen": chosen_E.to(torch.float64)}
         if self.sequence_balance:
             of_sequences = (routing.probs, routing.experts, over, real_BS)
             totals["sequence_balance"] = sequence_balance_loss(*of_sequences)
@@ -224,10 +226,10 @@ class MoE(PerToken):
                 )
             S = v_BSD.shape[1]
             room = min(S, math.ceil(self.capacity * S * self.router.top_k / self.router.experts))
-            y_BSD, found = nn.with_capacity(v_BSD, routing, own, apply, ep, data, room)
+            y_BSD, found = with_capacity(v_BSD, routing, own, apply, ep, data, room)
         else:
             again = step.remat if self.chunks > 1 else None
-            y_BSD, found = nn.dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)
+            y_BSD, found = dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)
         if not folded:
             y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
         wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()

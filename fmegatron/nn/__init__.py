@@ -8,32 +8,31 @@ from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel
 from fmegatron.nn.loss import chunked_cross_entropy, cross_entropy
 from fmegatron.nn.mlp import gated_mlp
-from fmegatron.nn.moe import dropless, with_capacity
 from fmegatron.nn.norm import layer_norm, rms_norm
 from fmegatron.nn.random import dropout, normal, uniform
-from fmegatron.nn.rope import apply_rope, rope_angles
-from fmegatron.nn.routing import Router, expert_probs
+from fmegatron.nn.rope import Llama3, Yarn, apply_rope, rope_angles
+from fmegatron.nn.routing import Router
 from fmegatron.nn.scaled import Scaled
 from fmegatron.nn.state_space import ssd
 from fmegatron.nn.weight import LowRank, Pair, dense, entered, grouped_matmul, matmul
 
 __all__ = [
     "Causal",
+    "Llama3",
     "LowRank",
     "Pair",
     "Router",
     "Scaled",
+    "Yarn",
     "apply_rope",
     "attention",
     "chunked_cross_entropy",
     "column_parallel",
     "cross_entropy",
     "dense",
-    "dropless",
     "dropout",
     "embed",
     "entered",
-    "expert_probs",
     "gated_mlp",
     "gather_tree",
     "grouped_matmul",
@@ -46,7 +45,6 @@ __all__ = [
     "row_parallel",
     "ssd",
     "uniform",
-    "with_capacity",
 ]
 
 globals()["__getattr__"] = _no_name(__name__)

@@ -26,12 +26,13 @@ from fmegatron.optim.orthogonalized import muon
 from fmegatron.optim.rates_in_state import set_rate, settable
 from fmegatron.optim.schedule import constant, cosine, linear, wsd
 from fmegatron.optim.sign_descent import lion
-from fmegatron.optim.transform import chain
+from fmegatron.optim.transform import Transform, chain
 
 __all__ = [
     "Group",
     "LossScale",
     "Optimizer",
+    "Transform",
     "adamw",
     "add_decayed_weights",
     "averaged",

@@ -1,4 +1,4 @@
-"""Weights as a loss of one's own is given them: gathered over the data axes; a stack of layers as a value of its own."""
+"""Weights as a loss of one's own is given them: gathered over data axes; a stack as a value of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Nested dicts of arrays over optree: map, paths, check, arithmetic, keys of randomness, init from specs."""
 
 from fmegatron.moved import no_name as _no_name
-from fmegatron.tree.arithmetic import add, count, scale, subtract
+from fmegatron.tree.arithmetic import add, scale, subtract
 from fmegatron.tree.checks import check
 from fmegatron.tree.initialize import init
 from fmegatron.tree.keys import fold_in
@@ -10,7 +10,7 @@ from fmegatron.tree.pictures import show
 from fmegatron.tree.placed import layouts, place
 from fmegatron.tree.shapes import local, specs
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform, copies, named, ones, zeros, zeros_like
-from fmegatron.tree.structure import leaves, map, merge, partition, paths
+from fmegatron.tree.structure import leaves, map, merge, neither_norm_nor_bias, partition, paths
 from fmegatron.tree.text_dump import dump
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "add",
     "check",
     "copies",
-    "count",
     "dump",
     "fold_in",
     "init",
@@ -32,6 +31,7 @@ __all__ = [
     "map",
     "merge",
     "named",
+    "neither_norm_nor_bias",
     "ones",
     "partition",
     "paths",

@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 import transformers
 
-from fmegatron.data import ByteTokenizer, CharTokenizer, Chats, ChatTemplate, SourceBatches, load_tokenizer
+from fmegatron.data import ByteTokenizer, CharTokenizer, Chats, SourceBatches, load_tokenizer
 from fmegatron.data.chat import chat_row
-from fmegatron.data.template import load_template
+from fmegatron.data.template import ChatTemplate, load_template
 
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}\n"

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from fmegatron.loop import Log, Loggers, MLflow, TensorBoard, WeightsAndBiases
-from fmegatron.loop.services import OpenTelemetry, loggers_of
+from fmegatron.loop import Log, Loggers, TensorBoard, WeightsAndBiases
+from fmegatron.loop.services import MLflow, OpenTelemetry, loggers_of
 
 WHY = "the extra `logs` is not installed; `make test-all` installs it"
 NUMBERS = {"loss": 2.0, "odd name: a/b?": math.inf}

@@ -6,10 +6,10 @@ from math import isnan
 import pytest
 import torch
 
-from fmegatron import nn, optim, tree
+from fmegatron import optim, tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.nn import Router
+from fmegatron.nn import Router, moe
 from fmegatron.nn.moe import expert_weights
 from fmegatron.nn.routing import Routing
 from fmegatron.step import build_train_step, check, collectives_of, jit, state_specs, trace
@@ -57,9 +57,9 @@ def layer(mesh, top_k, rows=None, capacity=None):
             w_XD = expert_weights(w, ep, data)
             given = (x, routing, w_XD, scaled, ep, data)
             if capacity is None:
-                y, stats = nn.dropless(*given, axes[()], rows)
+                y, stats = moe.dropless(*given, axes[()], rows)
             else:
-                y, stats = nn.with_capacity(*given, capacity)
+                y, stats = moe.with_capacity(*given, capacity)
         grads = torch.autograd.grad(y, (x, logits, w), dy)
         stats = {name: psum(value, data) for name, value in stats.items()}
         return (y.detach(), *grads[:2], psum(grads[2], axes["dp"])), stats
@@ -171,9 +171,9 @@ def test_bad_arguments(change, says):
     given = (x, Routing(gates, gates.long(), probs), {}, scaled, axes[change.get("ep", "ep")], axes["ep"])
     with pytest.raises(ValueError, match=says):
         if "capacity" in change:
-            nn.with_capacity(*given, change["capacity"])
+            moe.with_capacity(*given, change["capacity"])
         else:
-            nn.dropless(*given, axes[()], chunks=change.get("chunks", 1))
+            moe.dropless(*given, axes[()], chunks=change.get("chunks", 1))
 
 
 # ---- a step that is refused ------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def refusing(mesh, rows):
         data, ep = axes[EP], axes["ep"]
         routing = Router(E, 2)(batch @ w["router"])
         w_XD = expert_weights(w["scale"], ep, data)
-        y, stats = nn.dropless(batch, routing, w_XD, scaled, ep, data, axes[()], rows)
+        y, stats = moe.dropless(batch, routing, w_XD, scaled, ep, data, axes[()], rows)
         loss = (y - batch).square().sum() / (B * S)
         return loss, {"loss": psum(loss.detach(), data), "overflow": psum(stats["overflow"], data)}
 

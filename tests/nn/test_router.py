@@ -12,6 +12,7 @@ from fmegatron.nn import Router
 from fmegatron.nn.routing import (
     balanced_bias,
     expert_load,
+    expert_probs,
     jittered,
     noisy,
     router_entropy,
@@ -82,7 +83,7 @@ def test_losses():
     load = expert_load(routing.experts, E)
     assert load.tolist() == [int((routing.experts == e).sum()) for e in range(E)]
     share, mean = load / load.sum(), routing.probs.mean((0, 1))
-    torch.testing.assert_close(nn.expert_probs(routing.probs), B * S * mean)
+    torch.testing.assert_close(expert_probs(routing.probs), B * S * mean)
     each = [balance_of(routing.probs[b], routing.experts[b]) for b in range(B)]
     torch.testing.assert_close(sequence_balance_loss(routing.probs, routing.experts, none), S * sum(each[1:], each[0]))
     torch.testing.assert_close(balance_of(routing.probs, routing.experts), E * (share * mean).sum())
@@ -105,7 +106,7 @@ def test_padding_counts_nowhere():
     real[:, : S // 2] = True
     part = routing._replace(probs=routing.probs[:, : S // 2], experts=routing.experts[:, : S // 2])
     for f, given, of_part in (
-        (nn.expert_probs, (routing.probs,), (part.probs,)),
+        (expert_probs, (routing.probs,), (part.probs,)),
         (router_entropy, (routing.probs,), (part.probs,)),
         (router_z_loss, (logits(),), (logits()[:, : S // 2],)),
         (expert_load, (routing.experts, E, None), (part.experts, E)),

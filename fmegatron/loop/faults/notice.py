@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fmegatron.collectives import FailedOnRank, meet
+from fmegatron.collectives import meet
+from fmegatron.collectives.world import FailedOnRank
 from fmegatron.loop.signals import told_to_end
 
 POLL_SECONDS = 0.5
