@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -36,11 +38,11 @@ _LAID = frozenset({"detach", "alias", "clone", "_to_copy", "convert_element_type
 def regathered(graph_module: fx.GraphModule, together: int = TOGETHER) -> fx.GraphModule:
     """A traced graph whose gathers of weights are placed; the same module where that gains nothing.
 
-    Nothing is gained, and a gather stays as it is, unless it brings an array of `together` bytes or more that forward
-    and backward read with other such arrays between, or that waits for its first use behind others. It stays, too,
-    where it is marked (`reshard_after_forward=False`), where the graph returns what it brings, and where other
-    collectives are made of it. Of the arrays that the backward reads the smaller ones stay gathered, the last of the
-    forward first, up to `together` bytes: the backward begins with them.
+    Nothing is gained, and a gather stays as it is, where behind its last use in the forward less than `together` bytes
+    of others are used: the backward begins with what they bring. Of small arrays, as many bytes more are kept. A gather
+    whose arrays wait for their first use behind others is placed if these have as many bytes.
+    It stays, too, where it is marked (`reshard_after_forward=False`), where the graph returns what it brings, and where
+    other collectives are made of it.
 
     together: bytes. Arrays of at least as many are gathered (and their gradients reduced) one by one, smaller ones
     together up to as many, in the order of their use.
@@ -77,11 +79,10 @@ class _Array:
         return self.reads[0][0]
 
     @property
-    def gap(self) -> tuple[int, int]:
-        """From its last read in the forward to its first one in the backward."""
-        assert self.turn is not None, "the backward reads it"
-        before = [at for at, _ in self.reads if at < self.turn]
-        return (before[-1] if before else self.turn), self.turn
+    def last(self) -> int:
+        """The position of its last read in the forward; of one that only the backward reads, of the first there."""
+        before = [at for at, _ in self.reads if self.turn is None or at < self.turn]
+        return before[-1] if before else self.first
 
     def version(self, at: int) -> int:
         """Which gather serves a read at a position: the first, or that for the backward."""
@@ -141,23 +142,36 @@ def _is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("backward"))
 
 
+class _Bytes:
+    """Bytes at positions."""
+
+    def __init__(self, found: Iterable[tuple[int, int]]):
+        ordered = sorted(found)
+        self.at = [at for at, _ in ordered]
+        self.total = [0, *itertools.accumulate(nbytes for _, nbytes in ordered)]
+
+    def between(self, begin: int, end: int) -> int:
+        """The sum of those between two positions, neither included."""
+        first, last = bisect.bisect_right(self.at, begin), bisect.bisect_left(self.at, end)
+        return self.total[last] - self.total[first] if last > first else 0
+
+
 def _to_place(trace: _Trace, together: int) -> list[_Array]:
     """The arrays of the gathers that are to be placed, `again` set where the backward gets its own."""
-    large = [a for a in trace.arrays if a.nbytes >= together]
-    reads = sorted(at for a in large for at, _ in a.reads)
-
-    def others(array: _Array, begin: int, end: int) -> bool:
-        """Whether others of the large ones are read between two positions."""
-        own = sum(begin < at < end for at, _ in array.reads) if array.nbytes >= together else 0
-        return bisect.bisect_left(reads, end) - bisect.bisect_right(reads, begin) > own
-
+    begun = _Bytes((a.first, a.nbytes) for a in trace.arrays)
+    ended = _Bytes((a.last, a.nbytes) for a in trace.arrays)
     for array in trace.arrays:
-        array.again = array.turn is not None and array.gap[0] < array.turn and others(array, *array.gap)
+        turn = array.turn
+        array.again = turn is not None and array.last < turn and ended.between(array.last, turn) >= together
     kept = 0
-    for array in sorted((a for a in trace.arrays if a.again), key=lambda a: -a.gap[0]):
+    for array in sorted((a for a in trace.arrays if a.again), key=lambda a: -a.last):
         if array.nbytes < together and kept + array.nbytes <= together:
             array.again, kept = False, kept + array.nbytes
-    gains = {a.gather for a in large if a.again or others(a, trace.position[a.gather], a.first)}
+    waiting = collections.Counter()
+    for array in trace.arrays:
+        if begun.between(trace.position[array.gather], array.first) >= together:
+            waiting[array.gather] += array.nbytes
+    gains = {a.gather for a in trace.arrays if a.again} | {g for g, nbytes in waiting.items() if nbytes >= together}
     if gains:  # what was written to travel alone
         counts = collections.Counter(a.gather for a in trace.arrays)
         gains |= {a.gather for a in trace.arrays if counts[a.gather] == 1 and a.nbytes < together}
@@ -208,7 +222,7 @@ class _Placing:
         for array in self.arrays:
             uses.append(_Use(*array.reads[0], array, array.version(array.first)))
             if array.again and not uses[-1].version:
-                uses.append(_Use(*next(read for read in array.reads if read[0] >= array.gap[1]), array, 1))
+                uses.append(_Use(*next(read for read in array.reads if array.version(read[0])), array, 1))
         uses.sort(key=lambda use: (use.at, self.trace.position[use.array.item]))
         open_: dict[tuple, list[_Use]] = {}
         found: list[list[_Use]] = []
@@ -292,19 +306,31 @@ class _Placing:
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
 def _reduce_when_ready(graph: fx.Graph, arrays: list[_Array], together: int) -> None:
-    """Reduce-scatters of which a large gradient waits while the backward goes on become one for each that is ready."""
+    """Gradients that wait for their reduce-scatter while the backward goes on are reduced when they are ready."""
     later = [node for a in arrays if a.again for at, node in a.reads if a.version(at)]
     over, position = {repr(a.gather.args[1:3]) for a in arrays}, {n: i for i, n in enumerate(graph.nodes)}
-    for node in list(position):
+    turns = sorted(position[node] for node in later)
+    pools: dict[str, list[_Gradient]] = {}
+    waiting = collections.Counter()
+    for node in position:
         if kinds.collective_of(node.target) is not table.REDUCE_SCATTER or not _is_backward(node):
             continue
         sent = items_of(node.args[0])
         ready = [_made_by(x) for x in sent]
-        if repr(node.args[1:3]) not in over or any(made not in position for made in ready):
+        if repr(node.args[1:3]) not in over:
             continue
-        large = [position[made] for made, x in zip(ready, sent, strict=True) if _nbytes(x) >= together]
-        if any(min(large, default=position[node]) < position[reader] < position[node] for reader in later):
-            _Reducing(graph, node, ready, position, together).run()
+        waits = [
+            bisect.bisect_right(turns, position[made]) < bisect.bisect_left(turns, position[node]) for made in ready
+        ]
+        if any(waits):
+            key = repr((node.args[1:3], node.args[4:]))
+            pools.setdefault(key, []).extend(
+                _Gradient(node, i, x, made) for i, (x, made) in enumerate(zip(sent, ready, strict=True))
+            )
+            waiting[key] += sum(_nbytes(x) for x, wait in zip(sent, waits, strict=True) if wait)
+    for key, gradients in pools.items():
+        if waiting[key] >= together:
+            _Reducing(graph, gradients, position, together).run()
 
 
 def _made_by(node: fx.Node) -> fx.Node:
@@ -318,57 +344,65 @@ def _is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-class _Reducing:
-    """One reduce-scatter, cut by when its gradients are ready."""
+class _Gradient(NamedTuple):
+    """What a reduce-scatter takes: its index there, the node that is sent, and the one that computes it."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, ready: list[fx.Node], position: dict, together: int):
-        self.graph, self.node, self.ready, self.position, self.together = graph, node, ready, position, together
-        self.sent = items_of(node.args[0])
+    node: fx.Node
+    index: int
+    sent: fx.Node
+    ready: fx.Node
+
+
+class _Reducing:
+    """Reduce-scatters over the same axes, cut and joined by when their gradients are ready."""
+
+    def __init__(self, graph: fx.Graph, gradients: list[_Gradient], position: dict[fx.Node, int], together: int):
+        self.graph, self.gradients, self.position, self.together = graph, gradients, position, together
 
     def run(self) -> None:
-        """Put the parts where their last gradient is ready, and erase the whole."""
+        """Put the parts where their last gradient is ready, and erase what was written."""
         for bucket in self._buckets():
             self._reduce(bucket)
-        for item in list(self.node.users):
-            self.graph.erase_node(item)
-        self.graph.erase_node(self.node)
+        for node in dict.fromkeys(one.node for one in self.gradients):
+            for item in list(node.users):
+                self.graph.erase_node(item)
+            self.graph.erase_node(node)
 
-    def _buckets(self) -> Iterable[list[int]]:
-        order = sorted(range(len(self.sent)), key=lambda i: (self.position[self.ready[i]], i))
-        large: dict[fx.Node, list[int]] = {}
-        small: list[list[int]] = []
-        for i in order:
-            size = _nbytes(self.sent[i])
+    def _buckets(self) -> Iterable[list[_Gradient]]:
+        """Large ones by what computes them, small ones together; none is later than it was written."""
+        order = sorted(self.gradients, key=lambda one: (self.position[one.ready], self.position[one.node], one.index))
+        large: dict[fx.Node, list[_Gradient]] = {}
+        small: list[list[_Gradient]] = []
+        for one in order:
+            size = _nbytes(one.sent)
             if size >= self.together:
-                large.setdefault(self.ready[i], []).append(i)
-            elif small and sum(_nbytes(self.sent[j]) for j in small[-1]) + size <= self.together:
-                small[-1].append(i)
+                large.setdefault(one.ready, []).append(one)
+                continue
+            last = small[-1] if small else []
+            fits = sum(_nbytes(other.sent) for other in last) + size <= self.together
+            if last and fits and self.position[one.ready] < min(self.position[other.node] for other in last):
+                last.append(one)
             else:
-                small.append([i])
+                small.append([one])
         return [*large.values(), *small]
 
-    def _reduce(self, bucket: list[int]) -> None:
-        last = max((self.ready[i] for i in bucket), key=self.position.__getitem__)
-        at = last.next
+    def _reduce(self, bucket: list[_Gradient]) -> None:
+        at = max((one.ready for one in bucket), key=self.position.__getitem__).next
         while at.op == "placeholder":
             at = at.next
-        copied: dict[fx.Node, fx.Node] = {}
+        first, copied = bucket[0].node, dict[fx.Node, fx.Node]()
         with self.graph.inserting_before(at):
-            sent = [self._laid(self.sent[i], self.ready[i], copied) for i in bucket]
-            places = [items_of(self.node.args[3])[i] for i in bucket]
-            part = self.graph.call_function(
-                table.REDUCE_SCATTER.op,
-                (sent, *self.node.args[1:3], places, *self.node.args[4:]),
-                dict(self.node.kwargs),
-            )
-            part.meta = {**self.node.meta, "val": [self.node.meta["val"][i] for i in bucket]}
-            found = {}
-            for k, i in enumerate(bucket):
-                found[i] = self.graph.call_function(operator.getitem, (part, k))
-                found[i].meta = {**self.node.meta, "val": self.node.meta["val"][i]}
-        for item in self.node.users:
-            if (i := int_of(item.args[1])) in found:
-                item.replace_all_uses_with(found[i])
+            sent = [self._laid(one.sent, one.ready, copied) for one in bucket]
+            places = [items_of(one.node.args[3])[one.index] for one in bucket]
+            given = (sent, *first.args[1:3], places, *first.args[4:])
+            part = self.graph.call_function(table.REDUCE_SCATTER.op, given, dict(first.kwargs))
+            part.meta = {**first.meta, "val": [one.node.meta["val"][one.index] for one in bucket]}
+            for k, one in enumerate(bucket):
+                found = self.graph.call_function(operator.getitem, (part, k))
+                found.meta = {**one.node.meta, "val": one.node.meta["val"][one.index]}
+                for item in one.node.users:
+                    if int_of(item.args[1]) == one.index:
+                        item.replace_all_uses_with(found)
 
     def _laid(self, node: fx.Node, made: fx.Node, copied: dict[fx.Node, fx.Node]) -> fx.Node:
         if node is made:

@@ -1,4 +1,4 @@
-"""Weights as a loss of one's own is given them: gathered over data axes; a stack as a value of its own."""
+"""Weights as a loss function takes them, gathered over the data axes, and a stack of layers as a value of its own."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stack:
 
 
 def of_whole(loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Precision | None) -> Callable:
-    """A function of this rank's shards that gives loss_fn whole weights instead, in the dtypes of `precision`.
+    """A function of this rank's shards that gives loss_fn gathered weights instead, in the dtypes of `precision`.
 
     A part of the tree whose leaves are all stacked, with one number of layers, is a `Stack`; all others together are
     one `nn.gather_tree`.

@@ -56,7 +56,7 @@ def test_what_arrives():
 
     def loss_fn(w, batch):
         seen.update(w, layers=[tree.map(lambda x: (tuple(x.shape), x.dtype), of_layer) for of_layer in w["deep"]])
-        return step.mean(sum(x["w"].sum() for x in w["deep"]).double(), 8)
+        return step.mean(torch.stack([x["w"].sum() for x in w["deep"]]).sum().double(), 8)
 
     made = small(Mesh(fsdp=2, tp=2), Precision.bf16(), loss_fn)
     step.check(*made)
