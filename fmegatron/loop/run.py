@@ -20,6 +20,7 @@ from typing import Any
 from fmegatron import checkpoint, model, tree
 from fmegatron.collectives import Axes, World
 from fmegatron.data import Source
+from fmegatron.files import disk
 from fmegatron.layout import Layout
 from fmegatron.loop.arguments import check_hashes, check_loggers, check_policies
 from fmegatron.loop.attempt import running
@@ -169,7 +170,7 @@ class Run:
         )
         self.patience = _patience(faults.patience, self.world.size)
         self.hash_every = check_hashes(faults.hash_every, layouts, self.world.size)
-        goes_on = self.manager.latest() is not None or (self.folder / "injected").exists()
+        goes_on = self.manager.latest() is not None or disk.is_there(str(self.folder / "injected"))
         known = bool(self.evaluations), self.flops_per_token is not None
         require_effects(options, self.world.size, goes_on, *known)
         self.start, self.stopped, self.began = 0, False, time.monotonic()

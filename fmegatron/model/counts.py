@@ -16,7 +16,7 @@ def parameters(decoder: Decoder) -> dict[str, int]:
 
     With padding of the vocabulary; "mtp" is all of the blocks that predict more tokens.
 
-    >>> from fmegatron.model.families import llama
+    >>> from fmegatron.model import llama
     >>> parameters(llama(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=4))
     {'embed': 512, 'attention': 384, 'mlp': 768, 'norms': 40, 'head': 512, 'total': 2216}
     """
@@ -42,7 +42,7 @@ def flops_per_token(
     and plans say so.
     Source: PaLM, arXiv 2204.02311, appendix B.
 
-    >>> from fmegatron.model.families import llama
+    >>> from fmegatron.model import llama
     >>> model = llama(vocab_size=64, dim=8, layers=2, heads=2, kv_heads=1, ffn_dim=16, max_seq=7)
     >>> flops_per_token(model, training=False)
     {'matmul': 2304, 'attention': 256, 'head': 1024, 'total': 3584}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.collectives import Axes, all_gather, all_to_all, axes, axis_index, ops, ppermute
+from fmegatron.collectives.ops import declare
 from fmegatron.layout.zigzag import zigzag as zigzag_of_layout
 from fmegatron.nn.attention_blocks import block, block_backward, merged, skips_hidden
 from fmegatron.nn.dense_attention import Causal, attention, visible
@@ -72,7 +73,7 @@ def ring_attention(
     how = _Ring(cp, window, balanced, masked, softcap, whole)
     at = _stacked(positions, documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
-    return ops.declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)
+    return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)
 
 
 def gathered_attention(
@@ -136,7 +137,7 @@ def _exchanged(
     q_BTHK, k_BTGK, v_BTGK = ops.all_to_all_many([q_BSHK, k_BSGK, v_BSGK], cp, [2] * 3, [1] * 3)
     if k_BTGK.shape[2] == 1 and in_memory:
         for axis in (cp,) if tp is None else (tp, cp):
-            k_BTGK, v_BTGK = (ops.declare(x, axis, backward=("sharded", 2)) for x in (k_BTGK, v_BTGK))
+            k_BTGK, v_BTGK = (declare(x, axis, backward=("sharded", 2)) for x in (k_BTGK, v_BTGK))
     sinks_H = None if sinks_H is None else _of_heads(sinks_H, cp, tp)
     positions, documents = all_gather(causal.positions, cp, -1), _gathered(causal.documents, cp)
     causal = causal._replace(positions=positions, documents=documents)
@@ -186,10 +187,10 @@ def _of_heads(sinks_H: Tensor, cp: axes.Axis, tp: axes.Axis | None) -> Tensor:
     sinks had.
     """
     if tp is not None:
-        sinks_H = ops.declare(ops.declare(sinks_H, tp, backward=("sharded", 0)), tp, backward="own")
-    sinks_NH = ops.declare(sinks_H, cp, backward="partial").unflatten(0, (cp.size, -1))
+        sinks_H = declare(declare(sinks_H, tp, backward=("sharded", 0)), tp, backward="own")
+    sinks_NH = declare(sinks_H, cp, backward="partial").unflatten(0, (cp.size, -1))
     own_H = sinks_NH.index_select(0, axis_index(cp, like=sinks_H).view(1)).squeeze(0)
-    return ops.declare(own_H, cp, ("sharded", 0))
+    return declare(own_H, cp, ("sharded", 0))
 
 
 def _gathered(documents: Tensor | None, cp: axes.Axis) -> Tensor | None:
@@ -237,7 +238,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, at, how: _Ring):
         ctx.how, found = how, []
         if how.balanced:  # its two chunks are no part of the sequence in any layout
-            q, at = (ops.declare(x, how.cp, "own", 2) for x in (q, at))
+            q, at = (declare(x, how.cp, "own", 2) for x in (q, at))
         for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
             keys = *kv.split((k.shape[-1], v.shape[-1]), -1), at_k
             found = (_balanced if how.balanced else _plain)(how, hop, found, (q, at), keys)
@@ -253,25 +254,25 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, sinks, at, o, lse = ctx.saved_tensors
         how, widths = ctx.how, (k.shape[-1], v.shape[-1])
-        do = ops.declare(do, how.cp, "own", 2) if how.balanced else do
+        do = declare(do, how.cp, "own", 2) if how.balanced else do
         dq: Any = 0.0
         dkv: Any = 0.0
         dsinks = None
         if sinks is not None:  # a key of value 0: p (0 - do o)
             of_tokens_BHS = (sinks.to(lse.dtype)[:, None] - lse).exp() * (_wide(do) * o).sum(-1)
-            dsinks = -ops.declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
+            dsinks = -declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
         for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
             rows, keys = (q, at, do, o, lse), (*kv.split(widths, -1), at_k)
             dq_now, *dkv_now = (_balanced_backward if how.balanced else _plain_backward)(how, hop, rows, keys)
             dq = dq + dq_now
             dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after the last block one hop more: home
         found = zip((dq, *dkv.split(widths, -1)), (q, k, v), strict=True)
-        return *(ops.declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None
+        return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None
 
 
 def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:
-    kv = ops.declare(torch.cat((k, v), -1), how.cp, "own", 2)
-    return kv, ops.declare(at, how.cp, "own", 2) if how.masked else at
+    kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)
+    return kv, declare(at, how.cp, "own", 2) if how.masked else at
 
 
 def _wide(x: Tensor) -> Tensor:

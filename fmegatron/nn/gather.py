@@ -45,7 +45,12 @@ def gather_tree(
     Raises ValueError naming the leaf when its layout is not known (it was cut or cast before), or uneven, or when
     another axis splits the same dim below this one (the minor axis must be gathered first).
     """
-    layouts = tree.layouts(shards) if layouts is None else layouts
+    if layouts is None:
+        try:
+            layouts = tree.layouts(shards)
+        except ValueError as error:
+            hint = "the weights that `step.build` gives a loss are gathered already, but for shards=True"
+            raise ValueError(f"gather_tree: {error}; {hint}") from None
     if not tree.leaves(layouts):
         return shards
     if axis is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fmegatron import tree
 from fmegatron.collectives import all_to_all, axes, ops, psum
+from fmegatron.collectives.ops import declare
 from fmegatron.nn.routing import Routing
 from fmegatron.tree import structure
 
@@ -49,8 +50,8 @@ def expert_weights(w: structure.Tree, ep: axes.Axis, token_axes: axes.Axis) -> s
     rest = token_axes.only(tuple(name for name in token_axes.names if name not in ep.names))
 
     def one(x: Tensor) -> Tensor:
-        of_experts = ops.declare(x, ep, backward=("sharded", 0) if x.dim() else "partial")
-        return ops.declare(of_experts, rest, backward="partial")
+        of_experts = declare(x, ep, backward=("sharded", 0) if x.dim() else "partial")
+        return declare(of_experts, rest, backward="partial")
 
     return tree.map(one, w)
 
@@ -253,7 +254,7 @@ def with_capacity(
     _require_experts(experts, ep, data, data.only(()))
     if not 1 <= C <= S:
         raise ValueError(f"with_capacity: got capacity={C}, wanted 1 to {S}, the tokens of a sequence")
-    x_BSD, gates_BSK, experts_BSK = (ops.declare(v, data, "own", 0) for v in (x_BSD, gates_BSK, experts_BSK))
+    x_BSD, gates_BSK, experts_BSK = (declare(v, data, "own", 0) for v in (x_BSD, gates_BSK, experts_BSK))
     hot_BSKE = experts_BSK[..., None] == torch.arange(experts, device=x_BSD.device)
     gates_BSE = torch.where(hot_BSKE, gates_BSK[..., None], 0).sum(2)
     rank_BSE = torch.where(hot_BSKE.any(2), gates_BSE.detach(), -torch.inf)
@@ -270,20 +271,20 @@ def with_capacity(
     gated_FD = (back_ERD * gates_ER[..., None].to(back_ERD.dtype)).flatten(0, 1)
     y_BSD = gated_FD.new_zeros(B * S, D).index_add(0, token_F, gated_FD).view(B, S, D)
     dropped = experts_BSK.numel() - taken_BCE.sum()
-    return ops.declare(y_BSD, data, ("sharded", 0)), {"dropped": ops.declare(dropped, data, "partial")}
+    return declare(y_BSD, data, ("sharded", 0)), {"dropped": declare(dropped, data, "partial")}
 
 
 # ---- borders ---------------------------------------------------------------------------------------------------------
 def _own(x_BS: Tensor, data: axes.Axis, sequence: axes.Axis) -> Tensor:
-    return ops.declare(ops.declare(x_BS, data, "own", 0), sequence, "own", 1)
+    return declare(declare(x_BS, data, "own", 0), sequence, "own", 1)
 
 
 def _sharded(x_BS: Tensor, data: axes.Axis, sequence: axes.Axis) -> Tensor:
-    return ops.declare(ops.declare(x_BS, data, ("sharded", 0)), sequence, ("sharded", 1))
+    return declare(declare(x_BS, data, ("sharded", 0)), sequence, ("sharded", 1))
 
 
 def _terms(x: Tensor, data: axes.Axis, sequence: axes.Axis) -> Tensor:
-    return ops.declare(ops.declare(x, data, "partial"), sequence, "partial")
+    return declare(declare(x, data, "partial"), sequence, "partial")
 
 
 def _require_experts(experts: int, ep: axes.Axis, data: axes.Axis, sequence: axes.Axis) -> None:

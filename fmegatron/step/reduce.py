@@ -22,7 +22,7 @@ def reduce_gradients(
     grads: structure.Tree,
     to: structure.Tree = None,
     wire: Wire | structure.Tree = Wire(),  # noqa: B008  a frozen value
-    together: int = 0,
+    bucket_bytes: int = 0,
 ) -> structure.Tree:
     """Sum the gradients of replicas over the data axes, into the layouts of their parameters.
 
@@ -33,7 +33,7 @@ def reduce_gradients(
             an axis over which the gradient is a pending sum, the sum is a reduce-scatter; where it is still pending,
             nothing. None: the parameters' own.
         wire: in which dtype sums are made and arrive (a `Wire`, or a tree of them: `Precision.wires`).
-        together: up to how many bytes leaves share a collective (`reshard_many`); 0: each leaf travels alone.
+        bucket_bytes: up to how many bytes leaves share a collective (`reshard_many`); 0: each leaf travels alone.
 
     The results know their layouts. Raises ValueError, naming the leaf, for one whose layout is not known: what was
     computed of a gradient is another array.
@@ -44,21 +44,26 @@ def reduce_gradients(
     axes = Axes(sources[0].mesh)
     axes.require(sources, "reduce_gradients: the gradients")
     targets = [layout.replace(unreduced=()) for layout in sources] if to is None else tree.leaves(to)
-    return _summed(grads, sources, targets, axes, wire, together)
+    return _summed(grads, sources, targets, axes, wire, bucket_bytes)
 
 
 def reduced_to(
-    grads: structure.Tree, params: structure.Tree, axes: Axes, to: structure.Tree, wire: structure.Tree, together: int
+    grads: structure.Tree,
+    params: structure.Tree,
+    axes: Axes,
+    to: structure.Tree,
+    wire: structure.Tree,
+    bucket_bytes: int,
 ):
     """`reduce_gradients` of a step that knows the layouts of the parameters, and its own data axes."""
     sources = [raw_gradient_layout(layout, axes.data) for layout in tree.leaves(params)]
-    return _summed(grads, sources, tree.leaves(to), axes, wire, together)
+    return _summed(grads, sources, tree.leaves(to), axes, wire, bucket_bytes)
 
 
-def _summed(grads, sources, targets, axes, wire, together):
+def _summed(grads, sources, targets, axes, wire, bucket_bytes):
     _, leaves, spec = structure.flatten(grads)
     wires = wire if isinstance(wire, Wire) else tree.leaves(wire)
-    reduced = structure.unflatten(spec, resharding.reshard_many(leaves, sources, targets, axes, wires, together))
+    reduced = structure.unflatten(spec, resharding.reshard_many(leaves, sources, targets, axes, wires, bucket_bytes))
     return known_as(reduced, structure.unflatten(spec, targets))
 
 

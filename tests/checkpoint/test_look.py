@@ -376,7 +376,13 @@ def test_nobody_asks_a_question_that_swallows_errors(room):
     found = []
     for path in sources(f"fmegatron/{room}"):
         for node in ast.walk(syntax(path)):
-            if isinstance(node, ast.Attribute) and node.attr in BLIND and (path.as_posix(), node.attr) not in MAY:
+            ours = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "disk"
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in BLIND
+                and not ours
+                and (path.as_posix(), node.attr) not in MAY
+            ):
                 found.append(f"{path}:{node.lineno}: {node.attr}; use fmegatron/files/disk.py")
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("walk", "fwalk"):
                 module = getattr(getattr(node.func, "value", None), "id", "")

@@ -22,7 +22,7 @@ PROGRAM = """
 import torch
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Mesh
-from fmegatron.loop.faults import Place
+from fmegatron.loop.faults.notice import Place
 with connect(Mesh(dp=2), device="cpu") as world:
     total = float(psum(torch.tensor(float(world.rank + 1)), Axes(world.mesh, world)["dp"]))
     print(world.rank, total, Place.of_environment())

@@ -119,7 +119,7 @@ def test_the_largest_model_fits(benchmark):
     gpu = benchmark("gpu")
     for gib in (80, 141):
         layers = gpu.layers_that_fit(gib << 30)
-        state = 16 * gpu.model.parameters(gpu.config_of("largest", layers))["total"]
+        state = 16 * gpu.parameters(gpu.config_of("largest", layers))["total"]
         assert 0.6 * (gib << 30) < state < 0.9 * (gib << 30)
 
 

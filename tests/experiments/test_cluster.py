@@ -19,7 +19,7 @@ import os, socket
 import torch
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Mesh
-from fmegatron.loop.faults import Place
+from fmegatron.loop.faults.notice import Place
 with connect(Mesh(dp=2, tp=2), device="cpu") as world:
     axes = Axes(world.mesh, world)
     total = [float(psum(torch.tensor(10.0 ** world.rank), axes[name])) for name in ("dp", "tp", ("dp", "tp"))]

@@ -46,8 +46,8 @@ def test_only_processes_of_this_job_are_killed():
 
 LOOP = """
 import sys, threading, time
-from fmegatron.loop import Patience, Pulse, watched
-from fmegatron.loop.faults.hang import POLL_SECONDS
+from fmegatron.loop.faults.hang import POLL_SECONDS, watched
+from fmegatron.loop.faults.pulse import Patience, Pulse
 
 def hangs(pulse, kind):
     pulse.enter("step", 7)

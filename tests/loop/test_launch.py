@@ -27,7 +27,8 @@ import torch.distributed as dist
 from fmegatron import data
 from fmegatron.collectives import connect
 from fmegatron.layout import Mesh
-from fmegatron.loop import catch, launch, train
+from fmegatron.loop import launch, train
+from fmegatron.loop.signals import catch
 
 @dataclass(frozen=True)
 class Config:

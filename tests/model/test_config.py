@@ -43,7 +43,11 @@ def test_config_errors(change, message):
         ({"kv_heads": 1}, Mesh(tp=2), r"Attention.kv_heads: got 1, wanted a multiple of tp=2 .* or more kv_heads"),
         ({"ffn_dim": 47}, Mesh(fsdp=2, tp=2), r"MLP.ffn_dim: got 47, wanted a multiple of tp=2 .* try ffn_dim=48"),
         ({"vocab_multiple": 1, "vocab_size": 51}, Mesh(tp=2), r"padded_vocab: got 51, .* set vocab_multiple=2"),
-        ({}, Mesh(fdsp=2), r"mesh fdsp2: got the axis 'fdsp', which splits no array .* name it dp, fsdp, cp, cpi, tp"),
+        (
+            {},
+            Mesh(fdsp=2),
+            r"mesh fdsp2: got the axis 'fdsp'.*, which splits no array .* name it dp, fsdp, cp, cpi, tp",
+        ),
         ({}, Mesh(fsdp=5), r"attention/wo: got dim 1 of size 32, wanted a multiple of 5 \(fsdp of the mesh fsdp5\)"),
     ],
 )

@@ -89,7 +89,7 @@ def squares(params, batch):
 
 
 def net(mesh, strategy, optimizer, batch=POINTS, **options):
-    return step.build(squares, optimizer, specs_of(NET, mesh, strategy), batch, **options)
+    return step.build(squares, optimizer, specs_of(NET, mesh, strategy), batch, shards=True, **options)
 
 
 ADAMW = optim.adamw(1e-2, weight_decay=0.1)
@@ -106,7 +106,7 @@ def own_stack(mesh):
         error = (outputs(p, batch["x"], blocks) - batch["y"]).square()
         return step.mean(error.sum(), error.numel())
 
-    return step.build(loss, ADAMW, specs, POINTS)
+    return step.build(loss, ADAMW, specs, POINTS, shards=True)
 
 
 def zero1(mesh):
@@ -133,7 +133,7 @@ def own_tp(mesh):
         error = (nn.row_parallel(hidden, p["down"], tp) + p["bias"] - batch["y"]).square()
         return step.mean(error.sum(), error.numel())
 
-    return step.build(loss, ADAMW, specs, POINTS)
+    return step.build(loss, ADAMW, specs, POINTS, shards=True)
 
 
 def frozen(mesh):
@@ -165,7 +165,7 @@ def teacher(mesh):
         }
 
     rules = [("teacher/.*", optim.Group(frozen=True))]
-    return step.build(loss, optim.grouped(1e-2, rules, adam=optim.scale_by_adam()), specs, POINTS)
+    return step.build(loss, optim.grouped(1e-2, rules, adam=optim.scale_by_adam()), specs, POINTS, shards=True)
 
 
 # ---- decoders --------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def of_three_leaves():
         loss = (batch["tokens"].double() * torch.exp(squares / 100)).sum()  # its gradient needs the squares
         return loss, {"loss": psum(loss.detach(), axes["dp"])}
 
-    options = {"strategy": STRATEGY, "together": 0}
+    options = {"strategy": STRATEGY, "bucket_bytes": 0}
     return build_train_step(loss_fn, strategies.OPTIMIZER, tree.layouts(specs), axes, **options), specs
 
 

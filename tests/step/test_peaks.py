@@ -84,7 +84,7 @@ def run_on():
         def loss(params, batch):
             return model.loss(params, batch, CONFIG, axes, "inputs")
 
-        options = {"strategy": strategy, "microbatches": microbatches, "together": TOGETHER}
+        options = {"strategy": strategy, "microbatches": microbatches, "bucket_bytes": TOGETHER}
         step = build_train_step(loss, OPTIMIZER, layouts, axes, **options)
         run = jit(step, donate=0, world=world, backend=backend, overlap=overlap, check=False)
         tokens = torch.zeros(microbatches, TOKENS, dtype=torch.int64)

@@ -27,7 +27,7 @@ def made(mesh, name, optimizer, microbatches=1):
     specs = tree.specs({"w": (6, 7), "b": (7,)}, mesh, init=tree.Normal(1.0), dtype=torch.float64,
                        strategy=DataParallel.named(name))  # fmt: skip
     rows = {"x": ((24, 6), torch.float64)}
-    return step.build(loss, OPTIMIZERS[optimizer], specs, rows, microbatches=microbatches)
+    return step.build(loss, OPTIMIZERS[optimizer], specs, rows, microbatches=microbatches, shards=True)
 
 
 def in_one(update, times):

@@ -75,7 +75,7 @@ def test_bad_sizes(ranks):
 
 
 SCRIPT = """
-from fmegatron.testing import RankPool
+from fmegatron.testing.ranks import RankPool
 
 def ten_times(rank):
     return rank * 10
