@@ -19,7 +19,7 @@ from fmegatron.collectives.places import Place
 from fmegatron.collectives.real import Group
 from fmegatron.layout import Mesh
 
-__all__ = ["REPLICATED", "Collective", "Own", "Partial", "Permuted", "RankIndex", "Sharded", "collective_of"]
+__all__ = ["REPLICATED", "Collective", "Own", "Partial", "Permuted", "RankIndex", "Sharded", "Terms", "collective_of"]
 __all__ += ["linear", "require_mesh_of_graph"]
 
 NAMESPACE = "fmegatron"
@@ -50,6 +50,14 @@ class Permuted(NamedTuple):
 class Own(NamedTuple):
     """A part that is this rank's own, in an order or at a place that no layout describes: routed rows, a block of keys
     that goes round a ring."""
+
+
+class Terms(NamedTuple):
+    """Terms of a sum that may be equal (`ops.as_terms`). backward: their gradients, behind which the terms stand.
+    rows: each is counted by a number that may be that of its rank's rows."""
+
+    backward: bool
+    rows: bool
 
 
 class RankIndex(NamedTuple):

@@ -340,6 +340,29 @@ def declare(
     return linear(lambda xs: stated(xs, forward), lambda gs, _: stated(gs, backward), [x])[0]
 
 
+def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
+    """x as this rank's term of a sum over the axis, also where all ranks have the same: then as one of n equal terms.
+
+    An identity that leaves nodes only in symbolic graphs, for a check: what is pending stays so; what all ranks have is
+    pending from here on, and so is its gradient, of which each rank gets 1/n of that of the sum's value.
+
+    Args:
+        x: the ranks' terms.
+        axis: over which they are added up.
+        count: of this rank, by the sum of which that of x is divided. Where x is equal on all ranks and this may be the
+            number of each one's rows (a whole number above 1), the check cannot tell whether it is right.
+    """
+    if _own(axis, "as_terms").size == 1 or axis.world is not None:
+        return x
+    beside = [count.detach()] if isinstance(count, Tensor) else []
+    rows, before = int(not beside and count > 1 and count == int(count)), x.detach()
+    return linear(
+        lambda xs: DECLARE.emit([*xs, *beside], axis, "terms", rows)[:1],
+        lambda gs, _: DECLARE.emit([*gs, before, *beside], axis, "terms of", rows)[:1],
+        [x],
+    )[0]
+
+
 # ---- arguments -------------------------------------------------------------------------------------------------------
 def _own(axis: Axis, who: str) -> Axis:
     """The axis. ValueError for what is none, such as its name."""

@@ -12,7 +12,7 @@ import math
 import torch
 
 from fmegatron.collectives import real
-from fmegatron.collectives.kinds import REPLICATED, Collective, Own, Partial, Permuted, RankIndex, Sharded
+from fmegatron.collectives.kinds import REPLICATED, Collective, Own, Partial, Permuted, RankIndex, Sharded, Terms
 from fmegatron.collectives.places import Place
 from fmegatron.collectives.wires import wide
 
@@ -180,7 +180,8 @@ AXIS_INDEX = Collective(
 
 
 def _declared(kind, dim):
-    stated = {"own": Own(), "partial": Partial("sum"), "replicated": REPLICATED, "sharded": Sharded(Place((dim,)))}
+    stated = {"own": Own(), "partial": Partial("sum"), "replicated": REPLICATED, "sharded": Sharded(Place((dim,))),
+              "terms": Terms(False, bool(dim)), "terms of": Terms(True, bool(dim))}  # fmt: skip
     return None, stated[kind]
 
 

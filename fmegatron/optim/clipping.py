@@ -49,6 +49,12 @@ def _norm(grads: structure.Tree, layouts: list[Layout | None]) -> torch.Tensor:
     paths, leaves, _ = structure.flatten(grads)
     if not any(layouts):
         return arithmetic.squared_norm(leaves).sqrt()
+    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
+        if layout is None and leaf.dim():
+            raise ValueError(
+                f"global_norm: {path}: got a gradient whose layout is not known among others that know theirs, wanted "
+                "those of all; what was computed of a gradient is placed again: tree.place(grads, layouts)"
+            )
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     axes = _axes_of(layouts)
     for path, leaf, layout in zip(paths, leaves, layouts, strict=True):

@@ -113,7 +113,8 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
         new_state = {"count": count + 1, **new_inner}
         if master is not None:
             new_state["master"] = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
-        return tree.map(lambda p, w: w.to(p.dtype), params, working), new_state
+        # The next update of the same function must find the layouts again: a matrix optimizer goes by them.
+        return tree.map(lambda p, w: labels.alike(w.to(p.dtype), p), params, working), new_state
 
     return Optimizer(init, update)
 

@@ -11,7 +11,7 @@ from fmegatron.optim.clipping import GradNorm, norm_beside
 from fmegatron.optim.from_transforms import Optimizer
 from fmegatron.optim.loss_scale import LossScale, scalar
 from fmegatron.optim.recorded import recorded
-from fmegatron.tree import arithmetic, structure
+from fmegatron.tree import arithmetic, labels, structure
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def skip_nonfinite(
         new_params, new_opt = opt.update(grads, state["opt"], params, GradNorm(value, limit))
 
         def chosen(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-            return torch.where(used, new, old)
+            return labels.alike(torch.where(used, new, old), old)
 
         kept = tree.merge(tree.map(chosen, trained(new_params), trained(params)), params)
         skipped = state["skipped"] + used.logical_not()

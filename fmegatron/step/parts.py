@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fmegatron.collectives import Axes, axes, psum
+from fmegatron.collectives import Axes, axes, ops, psum
 from fmegatron.step.graph.nodes import user_line
 from fmegatron.step.tracing import as_of, described, line_here
 from fmegatron.tree import arithmetic, structure
@@ -66,6 +66,9 @@ class Part:
                 f"weight of a part: got {got}, wanted a number, a 0-d tensor that is equal on all ranks, or another "
                 "mean; what differs from token to token is multiplied before the total is summed"
             )
+        # `weight * part` and `part * weight` are one loss: what has a gradient is the part, whichever stands first.
+        if isinstance(weight, Part) and weight.total.requires_grad and not self.total.requires_grad:
+            return weight * self
         return dataclasses.replace(self, weights=(*self.weights, weight))
 
     __rmul__ = __mul__
@@ -162,12 +165,12 @@ def before(parts: Mapping[str, Part], axes: Axes) -> dict[str, dict[str, Tensor]
             found.setdefault(_over(part, axes).key, {})[key] = value.detach().double()
 
     for name, part in parts.items():
-        add(f"{name}/count", part.count, part)
+        add(f"{name}/count", _count_as_terms(part, axes), part)
         for i, weight in enumerate(part.weights):
             if isinstance(weight, Part):
                 _require_simple(f"{name}: weight {i}", weight)
-                add(f"{name}/total of weight {i}", weight.total, weight)
-                add(f"{name}/count of weight {i}", weight.count, weight)
+                add(f"{name}/total of weight {i}", _as_terms(weight, weight.total, axes), weight)
+                add(f"{name}/count of weight {i}", _count_as_terms(weight, axes), weight)
     return found
 
 
@@ -218,7 +221,8 @@ def terms(
     """(this rank's share of the loss, differentiable, a pending sum; what is shown) of one of n microbatches."""
     loss, shown = None, Shown({}, {}, {}, {}, lines_of([*parts.values(), *metrics.values()], axes))
     for name, part in parts.items():
-        total, count = _total(name, part, sums, axes, n), _count(f"{name}/count", part, sums, axes, n)
+        total = _as_terms(part, _total(name, part, sums, axes, n), axes)
+        count = _count(f"{name}/count", part, sums, axes, n)
         numbers = [w for w in part.weights if not isinstance(w, Part)]
         share = functools.reduce(operator.mul, numbers, _inverse(count))
         term = total * (share.to(total.dtype) if isinstance(share, Tensor) else share)
@@ -231,9 +235,10 @@ def terms(
         if part.total.dim():
             raise ValueError(f"metric {name!r}: got a total of shape {tuple(part.total.shape)}, wanted its sum")
         count = part.count if isinstance(part.count, Tensor) else _count("", part, sums, axes, n)
-        _note(shown, "metric", name, part.total.to(arithmetic.working_dtype(part.total.dtype)), part, axes, count)
+        total = _as_terms(part, part.total.to(arithmetic.working_dtype(part.total.dtype)), axes)
+        _note(shown, "metric", name, total, part, axes, count)
         if isinstance(count, Tensor):  # of no gradient, and so not known before
-            shown.totals[_over(part, axes).key][f"count {name}"] = count.double()
+            shown.totals[_over(part, axes).key][f"count {name}"] = _count_as_terms(part, axes).double()
     assert loss is not None, "a loss has parts"
     return loss, shown
 
@@ -304,14 +309,40 @@ def _over(part: Part, axes: Axes) -> _Over:
     return _Over("+".join(axis.names), axis)
 
 
+def _as_terms(part: Part, total: Tensor, axes: Axes) -> Tensor:
+    """A total as a term of the sum over the ranks: what all of them have, a term for each of equal counts.
+
+    Where each rank counts 1, it is divided by their number alone, so that a check sees that means of each one's rows
+    become the mean of all.
+    """
+    axis = _over(part, axes).axis
+    with as_of(part.line):
+        total = ops.as_terms(total, axis, part.count)
+        return total / axis.size if _counts_one(part) and axis.size > 1 else total
+
+
+def _count_as_terms(part: Part, axes: Axes) -> Any:
+    """A count as a term of the sum over the ranks: of rows that all of them have as many of."""
+    if not isinstance(part.count, Tensor):
+        return part.count
+    with as_of(part.line):
+        return ops.as_terms(part.count, _over(part, axes).axis, part.count)
+
+
+def _counts_one(part: Part) -> bool:
+    return not isinstance(part.count, Tensor) and part.count == 1
+
+
 def _require_simple(what: str, part: Part) -> None:
     if part.weights:
         raise ValueError(f"{what}: got a mean with weights, wanted one without; multiply its total, or the loss's part")
 
 
 def _count(key: str, part: Part, sums: Mapping[str, Tensor], axes: Axes, n: int) -> Any:
-    """The count of the whole batch. A number stands for each rank and microbatch: no psum of it."""
-    return sums[key] if isinstance(part.count, Tensor) else float(part.count) * _over(part, axes).axis.size * n
+    """The count of the whole batch. A number stands for each rank and microbatch: no psum of it (1: `_as_terms`)."""
+    if isinstance(part.count, Tensor):
+        return sums[key]
+    return float(n) if _counts_one(part) else float(part.count) * _over(part, axes).axis.size * n
 
 
 def _inverse(count: Any) -> Any:

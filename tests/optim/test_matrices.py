@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from fmegatron.layout import Layout, Mesh, Split
+from fmegatron import optim, tree
+from fmegatron.layout import DataParallel, Layout, Mesh, Split
+from fmegatron.optim import contrib
 from fmegatron.optim.matrices import on_whole_matrices
 from fmegatron.optim.orthogonalized import orthogonalize
 from fmegatron.step import collectives_of, trace
-from fmegatron.testing import simulate
+from fmegatron.testing import join, simulate
 
 MESH = Mesh(pp=2, dp=2, fsdp=2, tp=2)
 # name: (shape, spec, flat, share, matrices that each rank works on)
@@ -142,3 +144,30 @@ def test_heads_that_lie_whole_on_a_rank_are_not_exchanged_over_its_axis():
     assert exchanged({"wqkv": table["wqkv"]}, mesh)[:2] == ([(8, 2, 8)], [])  # 2 layers of 4 of the 8 heads
     seen, sent, _ = exchanged(decoder_leaves(Mesh(fsdp=2, tp=2), **HEADS), Mesh(fsdp=2, tp=2))
     assert (4, 2, 8) in seen and [axes for axes, _ in sent] == ["fsdp", "tp", "tp", "fsdp"]
+
+
+@pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "skip_nonfinite"])
+def test_two_updates_in_one_function(name):
+    """The second finds the layouts again: full matrices of shards would be wrong, and no rule of the check sees it."""
+    mesh = Mesh(fsdp=2)
+    specs = tree.specs(
+        {"w": (8, 6), "b": (8,)}, mesh, init=tree.Normal(1.0), dtype=torch.float32, strategy=DataParallel.zero3("fsdp")
+    )
+    opt = {
+        "muon": optim.muon(1e-2, matrices=("w",)),
+        "soap": contrib.soap(1e-2, matrices=("w",)),
+        "adafactor": contrib.adafactor(1e-2),
+        "skip_nonfinite": optim.skip_nonfinite(optim.muon(1e-2, matrices=("w",)), clip_norm=0.1),
+    }[name]
+
+    def twice(params, grads):
+        state = opt.init(params)
+        for _ in range(2):
+            params, state = opt.update(grads, state, params)[:2]
+        return params
+
+    layouts, alone = tree.layouts(specs), {"w": (8, 6), "b": (8,)}
+    drawn = torch.Generator().manual_seed(0)
+    params, grads = ({k: torch.randn(shape, generator=drawn) for k, shape in alone.items()} for _ in range(2))
+    outs = simulate(twice, mesh, params, grads, layouts=(layouts, layouts), out_layouts=layouts).outputs
+    torch.testing.assert_close(join(outs, layouts), twice(params, grads))

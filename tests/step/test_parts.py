@@ -306,3 +306,11 @@ def test_an_evaluation_adds_up_the_same_sums():
     total = sum(float((values * mask).sum()) for mask in masks)
     assert found["nll"] == pytest.approx(total / 4.51, rel=1e-12) and found["lr"] == 1
     assert found["nll/count"] == pytest.approx(4.51, rel=1e-12)
+
+
+def test_of_two_means_the_one_with_a_gradient_is_the_part():
+    """Whichever stands first: else the loss would be right and its gradient gone."""
+    w, rows = torch.ones(3, requires_grad=True), torch.arange(4.0)
+    part, weight = step.mean(w.square().sum(), 3), step.mean(rows.sum(), 4)
+    for product in (part * weight, weight * part):
+        assert product.total is part.total and product.weights == (weight,)

@@ -12,7 +12,7 @@ from fmegatron.optim.contrib.codec import Codec
 from fmegatron.optim.contrib.formats import Format, FormatTable, require_that_rules_match
 from fmegatron.optim.from_transforms import Optimizer
 from fmegatron.optim.recorded import recorded
-from fmegatron.tree import ArraySpec, arithmetic, structure
+from fmegatron.tree import ArraySpec, arithmetic, labels, structure
 
 
 @recorded
@@ -85,7 +85,10 @@ def compressed(
 
         master = structure.map_with_path(one_master, new.get("master", {}))
         encoded = structure.map_with_path(lambda path, x: codec.encode(path, x, state["count"]), _without_master(new))
-        return structure.map_with_path(lambda path, p: rounded.get(path, p), new_params), _with_master(encoded, master)
+        after = structure.map_with_path(
+            lambda path, p: labels.alike(rounded[path], p) if path in rounded else p, new_params
+        )
+        return after, _with_master(encoded, master)
 
     return opt._replace(init=init, update=update)
 

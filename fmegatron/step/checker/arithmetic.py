@@ -51,9 +51,7 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
                 unclear |= meeting.unclear
     if any([v.constant == 0 for v in values]) and _is_zero(node, kind, values):
         return filled([size_of(dim) for dim in dims], 0)
-    terms = kind in _LINEAR and any([v.equal_terms for v in values])
-    if terms and kind in ("sum", "beside"):  # one of equal terms and a complete value make a complete value
-        terms = all([v.equal_terms or v.constant == 0 for v in values])
+    terms = _are_terms(node, kind, values)
     folded = any([atom.fold for dim in dims for atom in dim])
     portion = portions(values, kind in ("same", "beside"), kind == "sum") if kind in _LINEAR else NOTHING
     if not (clash or counted or unclear or folded) and all([v.settled for v in values]):
@@ -75,6 +73,18 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
     return replace(out, excess=_of_known(out, kept)).marked(
         {a: m for a, m in more.items() if not out.is_(a, Wrong, Unknown, Suspect)}
     )
+
+
+def _are_terms(node: Node, kind: str, values: Sequence[Value]) -> bool:
+    """Whether of equal terms it makes equal terms: linear ops, a choice that all ranks make alike, and what makes
+    c f(x) of c x for c > 0. One of equal terms and a complete value make a complete value."""
+    if not any([v.equal_terms for v in values]):
+        return False
+    if kind == "select" and (values[0].sharded or values[0].marks):
+        return False
+    if kind in ("sum", "beside", "select"):
+        return all([v.equal_terms or v.constant == 0 for v in (values[1:] if kind == "select" else values)])
+    return kind in _LINEAR or kind == "abs" or op_name(node) in ("relu", "leaky_relu")
 
 
 def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Mark | None:

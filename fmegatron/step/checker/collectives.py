@@ -40,7 +40,7 @@ from fmegatron.step.checker.dims import (
 )
 from fmegatron.step.checker.marks import raised
 from fmegatron.step.checker.movement import reshaped
-from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of
+from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of, terms
 from fmegatron.step.checker.values import (
     First,
     Mark,
@@ -62,6 +62,8 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     collective, axes, xs = kinds.collective_of(node.target), tuple(given["axes"]), given["xs"]
     assert collective is not None and collective.type is not None, "`_rule_of` has found one"
     own = collective.each(node.args[3:], len(xs))
+    if isinstance(stated := collective.type(*own[0])[1], kinds.Terms):
+        return terms(scope, node, xs, axes, stated)
     shapes = [result.shape for result in node.meta["val"]]
     out = [
         _after(scope, node, x, axes, *collective.type(*mine), shape)

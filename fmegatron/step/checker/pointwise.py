@@ -265,7 +265,9 @@ def of_two(kind: str):
     def rule(scope: Scope, node: Node, given: dict) -> Value:
         operands = [as_value(given[k]) for k in ("self", "other", "min", "max") if given.get(k) is not None]
         two = "rising" if len(operands) == 1 or all(v.constant is not None for v in operands[1:]) else kind
-        return elementwise(scope, node, two, operands if two == kind else operands[:1])
+        out = elementwise(scope, node, two, operands if two == kind else operands[:1])
+        at_zero = all(v.constant == 0 for v in operands[1:])  # of equal terms it leaves equal terms, as relu does
+        return replace(out, equal_terms=True) if at_zero and operands[0].equal_terms else out
 
     return rule
 

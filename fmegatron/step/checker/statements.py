@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from fmegatron.collectives import kinds, places
 from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import Atom, canonical, plain, size_of
+from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.values import Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
 
 Node = torch.fx.Node
@@ -114,6 +115,35 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
         dims[dim] = canonical((Atom(size_of(atoms), before + believed),))
         out = out.with_dims(dims)
     return out
+
+
+def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], stated: kinds.Terms) -> list[Value]:
+    """What `as_terms` leaves of a term, xs[0], or of its gradient, behind which the term stands: where all ranks have
+    the same, equal terms of a sum. Behind it may be the count."""
+    total, counts = xs[stated.backward], xs[stated.backward + 1 :]
+    marks: dict[str, Mark] = {}
+    for axis in axes:
+        if total.constant == 0 or not all(v.replicated(axis) for v in (xs[0], total, *counts)):
+            continue
+        if axis in total.excess and total.excess[axis].power:
+            marks[axis] = too_large(scope, node, axis, total.excess[axis])
+        elif counts and counts[0].constant is None and not counts[0].equal_terms:
+            continue  # a sum over the ranks that is summed again
+        elif total.equal_terms or not (stated.rows or (counts and not _is_share(counts[0].constant))):
+            marks[axis] = Pending("sum", node)
+        else:
+            marks[axis] = scope.unknown(node, _ROWS, _COUNT_ONE)
+    out = xs[0].marked(marks)
+    portion = {axis: one for axis, one in out.portion.items() if axis not in marks}
+    return [replace(out, equal_terms=out.equal_terms and not marks, portion=portion), *xs[1:]]
+
+
+_ROWS = "what all ranks have is divided by a count that may be of each one's rows, and then is another on every mesh"
+_COUNT_ONE = "Divide it by what it is to be divided by, and count 1: step.mean(term, 1)"
+
+
+def _is_share(count: float | None) -> bool:
+    return count is not None and (count <= 1 or count != int(count))
 
 
 def _other_dim(x: Value, axis: str, stated: Any) -> bool:
