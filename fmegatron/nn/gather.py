@@ -49,8 +49,10 @@ def gather_tree(
         try:
             layouts = tree.layouts(shards)
         except ValueError as error:
-            hint = "the weights that `step.build` gives a loss are gathered already, but for shards=True"
-            raise ValueError(f"gather_tree: {error}; {hint}") from None
+            raise ValueError(
+                f"gather_tree: got weights without layouts ({error}), wanted shards that know theirs; the weights that "
+                "`step.build` gives a loss are gathered already, but for shards=True"
+            ) from None
     if not tree.leaves(layouts):
         return shards
     if axis is None:

@@ -244,7 +244,11 @@ def terms(
 
 
 def _note(shown: Shown, kind: str, name: str, total: Tensor, part: Part, axes: Axes, count: Any) -> None:
-    shown.totals.setdefault(_over(part, axes).key, {})[f"{kind} {name}"] = total.detach().double()
+    shown_total = total.detach().double()
+    if _counts_one(part):  # it was divided by the ranks; what is shown has the count of all of them
+        ranks = _over(part, axes).axis.size
+        shown_total, count = shown_total * ranks, count * ranks
+    shown.totals.setdefault(_over(part, axes).key, {})[f"{kind} {name}"] = shown_total
     shown.dtypes[name] = total.dtype
     if not isinstance(count, Tensor):
         shown.counts[name] = count
