@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from fmegatron import data, tree
-from fmegatron.collectives import Axes, connect, enter, psum
+from fmegatron import checkpoint, data, tree
+from fmegatron.collectives import Axes, World, connect, enter, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Faults, Log, Options, Restart, Run, Save
 from fmegatron.step import jit
@@ -40,6 +40,10 @@ def main(folder, backend, steps):
         world=world,
         options=Options(log=Log(every=100), save=Save(every=1), faults=Faults(restart=Restart(1), inject=faults)),
     )
+    # Pools of threads grow as they are needed, up to a limit: they have it before anything is counted.
+    many = {f"x{i}": torch.full((1 << 16,), float(i)) for i in range(256)}
+    for n in range(4):
+        checkpoint.save(f"{folder}-many-{world.rank}-{n}", many, world=World.alone("cpu"))
     held, times = {}, {}
     for info in run(data.source(lambda n: torch.full((8, 4), float(n), dtype=torch.float64)), steps=steps):
         children = sum(len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children"))
