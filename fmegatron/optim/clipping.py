@@ -49,16 +49,10 @@ def _norm(grads: structure.Tree, layouts: list[Layout | None]) -> torch.Tensor:
     paths, leaves, _ = structure.flatten(grads)
     if not any(layouts):
         return arithmetic.squared_norm(leaves).sqrt()
-    for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-        if layout is None and leaf.dim():
-            raise ValueError(
-                f"global_norm: {path}: got a gradient whose layout is not known among others that know theirs, wanted "
-                "those of all; what was computed of a gradient is placed again: tree.place(grads, layouts)"
-            )
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     axes = _axes_of(layouts)
     for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-        groups.setdefault(_split_axes(path, layout, axes), []).append(leaf)
+        groups.setdefault(_split_axes(path, leaf, layout, axes), []).append(leaf)
     squares = [_summed(arithmetic.squared_norm(group), split, axes) for split, group in groups.items()]
     return functools.reduce(torch.add, squares).sqrt()
 
@@ -77,7 +71,7 @@ def group_norms(grads: structure.Tree, group_of: Callable[[str], str] | None = N
     names = list(dict.fromkeys(map(group_of, paths)))
     squares: dict[tuple[str, ...], dict[str, list[torch.Tensor]]] = {}
     for path, leaf, layout in zip(paths, leaves, layouts, strict=True):
-        split = _split_axes(path, layout, axes)
+        split = _split_axes(path, leaf, layout, axes)
         squares.setdefault(split, {}).setdefault(group_of(path), []).append(leaf)
     totals: dict[str, torch.Tensor] = {}
     for split, groups in squares.items():
@@ -122,8 +116,16 @@ def _summed(x: torch.Tensor, split: tuple[str, ...], axes: Axes | None) -> torch
     return psum(x, axes[split]) if split and axes is not None else x
 
 
-def _split_axes(path: str, layout: Layout | None, axes: Axes | None) -> tuple[str, ...]:
-    if layout is None or axes is None:
+def _split_axes(path: str, leaf: torch.Tensor, layout: Layout | None, axes: Axes | None) -> tuple[str, ...]:
+    """axes: those of the leaves whose layouts are known; None: no leaf knows one, and all are full."""
+    if axes is None:
+        return ()
+    if layout is None:
+        if leaf.dim():
+            raise ValueError(
+                f"global_norm: {path}: got a gradient whose layout is not known among others that know theirs, wanted "
+                "those of all; what was computed of a gradient is placed again: tree.place(grads, layouts)"
+            )
         return ()
     axes.require({path: layout}, "global_norm")
     pending = [axis for axis in layout.unreduced if layout.mesh[axis] > 1]

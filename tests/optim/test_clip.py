@@ -6,7 +6,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.optim import clip, clip_by_global_norm, global_norm, optimizer, scale_by_learning_rate
-from fmegatron.optim.clipping import clip_scale
+from fmegatron.optim.clipping import clip_scale, group_norms
 from fmegatron.step import trace
 from fmegatron.testing import simulate
 
@@ -130,3 +130,13 @@ def test_errors_for_people():
 
 def _specs(layouts):
     return tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts)
+
+
+@pytest.mark.parametrize("norm", [global_norm, group_norms])
+def test_a_leaf_without_a_layout_among_others(norm):
+    """Its norm would be that of this rank's part alone."""
+    mesh = Mesh(fsdp=2)
+    layouts = {k: Layout((4,), torch.float32, mesh, ("fsdp",)) for k in ("a/w", "b/w")}
+    placed = tree.place({k: torch.ones(2) for k in layouts}, layouts)
+    with pytest.raises(ValueError, match=r"b/w: got a gradient whose layout is not known .*tree.place"):
+        norm({**placed, "b/w": placed["b/w"] * 1})
