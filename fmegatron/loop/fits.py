@@ -18,7 +18,7 @@ import torch
 from fmegatron import plan, tree
 from fmegatron.collectives import World
 from fmegatron.files import disk
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Mesh
 from fmegatron.loop.config import UsageError
 from fmegatron.loop.options import Memory
 from fmegatron.loop.sources import mesh_text
@@ -45,11 +45,8 @@ def planned_bytes(
     state = _state_parts(described)
     peak, parts, how = sum(size for _, size in state), state, "its state alone"
     if options.planned_bytes is not None:
-        peak, parts, how = (
-            options.planned_bytes,
-            [*state, ("beside them", options.planned_bytes - peak)],
-            "as planned before",
-        )
+        parts = [*state, ("beside them", options.planned_bytes - peak)]
+        peak, how = options.planned_bytes, "as planned before"
     elif peak <= limit:
         peak, parts, how = _planned(described, options.plan, limit, state)
     if peak <= limit:
@@ -84,9 +81,8 @@ def _limit(options: Memory, world: World) -> tuple[float, str]:
     held = resident_bytes()
     what = "of the container (cgroup)" if limit < whole else "of the machine"
     each = f", which {ranks} ranks share" if ranks > 1 else ""
-    return max(
-        0, limit / ranks - held
-    ), f"the {from_trace.in_mib(limit)} {what}{each} without what a process holds already"
+    share = max(0, limit / ranks - held)
+    return share, f"the {from_trace.in_mib(limit)} {what}{each} without what a process holds already"
 
 
 def resident_bytes() -> int:
@@ -121,11 +117,7 @@ def _state_parts(described: Description) -> list[tuple[str, float]]:
     named = {"of the state": state}
     if isinstance(state, State):
         named = {"of parameters": state.params, "of the optimizer's state": state.opt}
-    return [(name, sum(_nbytes(layout) for layout in tree.leaves(part))) for name, part in named.items()]
-
-
-def _nbytes(layout: Layout) -> int:
-    return layout.local_nbytes(0)
+    return [(name, sum(layout.local_nbytes(0) for layout in tree.leaves(part))) for name, part in named.items()]
 
 
 def _planned(

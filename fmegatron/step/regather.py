@@ -163,10 +163,10 @@ def _to_place(trace: _Trace, together: int) -> list[_Array]:
     for array in trace.arrays:
         turn = array.turn
         array.again = turn is not None and array.last < turn and ended.between(array.last, turn) >= together
-    kept = 0
+    held = 0
     for array in sorted((a for a in trace.arrays if a.again), key=lambda a: -a.last):
-        if array.nbytes < together and kept + array.nbytes <= together:
-            array.again, kept = False, kept + array.nbytes
+        if array.nbytes < together and held + array.nbytes <= together:
+            array.again, held = False, held + array.nbytes
     waiting = collections.Counter()
     for array in trace.arrays:
         if begun.between(trace.position[array.gather], array.first) >= together:
@@ -284,7 +284,7 @@ class _Placing:
         if node not in copied:
             before = {x: self._again(x, at, copied) for x in node.all_input_nodes}
             same = all(x is y for x, y in before.items()) and self.trace.position[node] < at
-            looks = is_view(node) or _is_item(node)
+            looks = is_view(node) or node.target is operator.getitem
             copied[node] = node if same and looks else self.graph.node_copy(node, lambda x: before[x])
         return copied[node]
 
@@ -315,10 +315,10 @@ def _reduce_when_ready(graph: fx.Graph, arrays: list[_Array], together: int) -> 
     for node in position:
         if kinds.collective_of(node.target) is not table.REDUCE_SCATTER or not _is_backward(node):
             continue
-        sent = items_of(node.args[0])
-        ready = [_made_by(x) for x in sent]
         if repr(node.args[1:3]) not in over:
             continue
+        sent = items_of(node.args[0])
+        ready = [_made_by(x) for x in sent]
         waits = [
             bisect.bisect_right(turns, position[made]) < bisect.bisect_left(turns, position[node]) for made in ready
         ]
@@ -335,13 +335,13 @@ def _reduce_when_ready(graph: fx.Graph, arrays: list[_Array], together: int) -> 
 
 def _made_by(node: fx.Node) -> fx.Node:
     """The node that computes a value, which others only lay out or cast."""
-    while node.op == "call_function" and (is_view(node) or opname(node.target) in _LAID) or _is_item(node):
+    while (
+        node.op == "call_function"
+        and (is_view(node) or opname(node.target) in _LAID)
+        or node.target is operator.getitem
+    ):
         node = node.all_input_nodes[0]
     return node
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.target is operator.getitem
 
 
 class _Gradient(NamedTuple):

@@ -72,8 +72,8 @@ def of_whole(loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Pr
     one `nn.gather_tree`.
     """
     nodes, spec = optree.tree_flatten(specs, is_leaf=_is_stack)
-    of_nodes = [tree.layouts(node) for node in nodes]
-    plain = [i for i, node in enumerate(nodes) if not _is_stack(node)]
+    of_nodes, stacks = [tree.layouts(node) for node in nodes], [_is_stack(node) for node in nodes]
+    plain = [i for i, is_stack in enumerate(stacks) if not is_stack]
     layouts = [of_nodes[i] for i in plain]
     wires: Any = Wire()
     if precision is not None:  # of the whole tree, as its paths tell what is a norm or a bias
@@ -87,10 +87,11 @@ def of_whole(loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Pr
             params = scaled.with_scales(params, tree.layouts(specs), axes, precision.wire.gather, stacked)
         found: list[Any] = spec.flatten_up_to(params)
         whole = nn.gather_tree([found[i] for i in plain], layouts, axes[axes.data], wires)
-        for i, of in enumerate(of_nodes):
-            found[i] = Stack(found[i], of, axes, precision)
-        for i, x in zip(plain, whole, strict=True):
-            found[i] = x
+        others = iter(whole)
+        found = [
+            Stack(x, of, axes, precision) if is_stack else next(others)
+            for x, of, is_stack in zip(found, of_nodes, stacks, strict=True)
+        ]
         return loss_fn(structure.unflatten(spec, found), *rest, **named)
 
     return of_shards
