@@ -21,7 +21,6 @@ INTERNAL = (
     ("checkpoint.tools", "checkpoint.tools.ls", "listing"),
     ("checkpoint.tools", "checkpoint.tools.resharding", "plan_of target_layouts"),
     ("checkpoint.tools", "checkpoint.tools.source", "open_source stream"),
-    ("checkpoint.tools", "interop.hf", "export"),
     ("collectives", "collectives.axes", "Axis"),
     ("collectives", "collectives.interrupt", "held_interrupt"),
     (
@@ -193,6 +192,7 @@ INTERNAL = (
 
 # (room, name, what stands in its place)
 REPLACED = (
+    ("checkpoint.tools", "export", "interop.export_safetensors"),
     ("interop", "fuse", "checkpoint.fuse"),
     ("interop", "pad", "checkpoint.pad"),
     ("interop", "split", "checkpoint.split"),
@@ -202,7 +202,7 @@ REPLACED = (
     ("loop", "nvidia_restart", "loop.Restart, or the option --run.faults.restart.most=3"),
     ("model", "At", "model.arrays.TokenContext, what a mixer is given"),
     ("model", "settled", "model.post_update"),
-    ("nn", "balance_loss", "nn.expert_probs, and Mixer.losses"),
+    ("nn", "balance_loss", "fmegatron.nn.routing.expert_probs, and Mixer.losses"),
     ("nn", "grouped_mm", "nn.grouped_matmul"),
     ("optim", "adafactor", "optim.contrib.adafactor"),
     ("optim", "soap", "optim.contrib.soap"),
