@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from fmegatron import tree
 from fmegatron.checkpoint.dicts import values as values_of
-from fmegatron.checkpoint.writing import saving
 from fmegatron.collectives import World
 from fmegatron.files import disk
 from fmegatron.layout import Box, Layout, Mesh
@@ -69,9 +68,17 @@ def save_dcp(
         layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, Mesh()), state)
     else:
         layouts = tree.layouts(state)
-    tensors, _ = saving.check_request(state, layouts, ranks, {})
+    tree.check(state, layouts, rank, "the state", "the layouts")
     paths, leaves, _ = structure.flatten(layouts)
-    by_path = dict(zip(paths, tensors, strict=True))
+    by_path = dict(zip(paths, tree.leaves(state), strict=True))
+    for name, layout in zip(paths, leaves, strict=True):
+        if layout.mesh.size != ranks.size:
+            raise ValueError(
+                f"{name}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), wanted {ranks.size}, which save"
+                " together; pass world= of the ranks that hold the state"
+            )
+        if layout.unreduced:
+            raise ValueError(f"{name}: got pending sums over {layout.unreduced}, wanted a value; reduce it first")
     shards = [
         Shard(name, layout, box)
         for turn, (name, layout) in enumerate(zip(paths, leaves, strict=True))

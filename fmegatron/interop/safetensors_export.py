@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from fmegatron.checkpoint import Source
-from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files import stores
 from fmegatron.checkpoint.reading import mapping
 from fmegatron.checkpoint.tools import streamed
 from fmegatron.files import disk, whole
@@ -75,8 +75,10 @@ def export_safetensors(
         raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another name, or remove it")
     if path.endswith(_OTHERS):
         raise ValueError(f"{path}: got another format by its name, wanted a name with {ENDING}, or of a directory")
-    if (around := commit.checkpoint_around(path)) is not None:
-        raise ValueError(f"{path}: got a path inside the checkpoint {around}, wanted one outside; choose one beside it")
+    if (around := stores.open_store(path).around()) is not None:
+        raise ValueError(
+            f"{path}: got a path inside the checkpoint {around.text}, wanted one outside; choose one beside it"
+        )
     single = path.endswith(ENDING)
     if single and like is not None:
         raise ValueError(f"{path}: got a file and like=, wanted a directory for the files beside it; give one")

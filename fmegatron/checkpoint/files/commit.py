@@ -17,7 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection
 
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER
+from fmegatron.checkpoint.files.format import MARKER
 from fmegatron.files import disk, whole
 
 HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
@@ -27,16 +27,6 @@ _TRIES = 100  # of a publication that other savers of the same name come between
 def is_complete(path: str) -> bool:
     """Whether a directory was written to its end (its content is checked when it is read). Raises OSError."""
     return disk.is_file(os.path.join(path, MARKER))
-
-
-def checkpoint_around(path: str) -> str | None:
-    """The checkpoint in whose directory the path would be. What is put there goes when that one is saved again."""
-    at = os.path.dirname(os.path.realpath(path))
-    while not (is_complete(at) and disk.is_file(os.path.join(at, MANIFEST))):
-        at, below = os.path.dirname(at), at
-        if at == below:
-            return None
-    return at
 
 
 def hidden_name(path: str) -> re.Match[str]:

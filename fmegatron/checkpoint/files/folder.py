@@ -290,8 +290,8 @@ class FolderStore:
             raise ValueError(f"{self.path}: got a name of {len(name)} bytes, wanted at most {most}; use a shorter one")
         if (why := unusual(self.path)) is not None:
             raise ValueError(f"{self.path!a}: got a path with {why}, wanted one that tensorstore writes to; rename it")
-        if (around := commit.checkpoint_around(self.path)) is not None:
-            raise ValueError(f"{self.path}: got a path inside of the checkpoint {around}, wanted one beside it")
+        if (around := self.around()) is not None:
+            raise ValueError(f"{self.path}: got a path inside of the checkpoint {around.path}, wanted one beside it")
         if not disk.is_there(self.path):
             return
         if not disk.is_directory(self.path):
@@ -334,6 +334,15 @@ class FolderStore:
     def above(self) -> FolderStore:
         """The directory that it is in."""
         return FolderStore(os.path.dirname(self.path))
+
+    def around(self) -> FolderStore | None:
+        """The checkpoint in whose directory it would be. What is put there goes when that one is saved again."""
+        at = FolderStore(os.path.realpath(self.path)).above()
+        while not (commit.is_complete(at.path) and disk.is_file(os.path.join(at.path, MANIFEST))):
+            if at == at.above():
+                return None
+            at = at.above()
+        return at
 
     def notes(self) -> Notes:
         """Files in the directory itself."""

@@ -242,6 +242,9 @@ class ObjectStore:
         scheme, _, rest = self.text.partition("://")
         return ObjectStore(f"{scheme}://{rest.rpartition('/')[0]}", self.options, self.context)
 
+    def around(self) -> None:
+        """No checkpoint: names of objects lie beside one another, and a save deletes tokens of its own name alone."""
+
     def notes(self) -> KeyNotes:
         """Objects below `.notes/`."""
         return KeyNotes(self.values.below(_NOTES))

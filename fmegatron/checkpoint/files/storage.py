@@ -189,6 +189,10 @@ class Store(Protocol):
         """The directory that this place is in."""
         ...
 
+    def around(self) -> Store | None:
+        """The checkpoint among whose files this place would be, so that a save of that one would remove it."""
+        ...
+
     def notes(self) -> Notes | KeyNotes:
         """Small files beside the checkpoints of this directory, each complete or not there."""
         ...
