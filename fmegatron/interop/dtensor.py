@@ -147,7 +147,7 @@ def placements_of(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
     for what, unfit in (
         (f"flattened ranges over {layout.flat}", layout.flat),
         (f"pending sums over {layout.unreduced}", layout.unreduced),
-        ("pieces of sizes or an order of their own", layout.dealt),
+        ("pieces of sizes or an order of their own", layout.assigned),
         ("interleaved parts", any(isinstance(e, Split) and layout.axes(d) for d, e in enumerate(layout.spec))),
     ):
         if unfit:

@@ -197,9 +197,9 @@ class DataParallel:
         would stay full for another reason.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.tokens)]
-        if pieces := sorted(set(named) & set(layout.dealt)):
+        if pieces := sorted(set(named) & set(layout.assigned)):
             raise ValueError(
-                f"DataParallel: got {layout}, whose dim {pieces[0]} is dealt in pieces over data axes, which share "
+                f"DataParallel: got {layout}, whose dim {pieces[0]} is assigned in pieces over data axes, which share "
                 "every dim equally, wanted sizes and order over other axes (pp); name the axes alone"
             )
         base = layout.without(layout.mesh.axes(self.tokens))
@@ -235,7 +235,7 @@ def _contiguous_first(layout: Layout) -> list[int]:
 
 
 def _plain(layout: Layout, dim: int) -> bool:
-    """Whether a dim is not interleaved or dealt; a cut of an interleaved dim moves every part of it."""
+    """Whether a dim is not interleaved or assigned; a cut of an interleaved dim moves every part of it."""
     return not isinstance(layout.spec[dim], Split) or not layout.counts[dim]
 
 
@@ -274,7 +274,7 @@ def _on_dim(layout: Layout, axis: str, dim: int) -> Layout:
 
 
 def _room(layout: Layout) -> int:
-    """Elements that every rank has room for, or the one with most pieces of a dim that is dealt."""
+    """Elements that every rank has room for, or the one with most pieces of a dim that is assigned."""
     return math.prod(layout.local_shape(layout.fullest))
 
 

@@ -134,12 +134,12 @@ class Layout:
         put(self, "padded", bool(self.padded) and not self._divides_otherwise)
 
     def _canonical(self, value: Entry, size: int) -> Entry:
-        """The entry of a dim: dealt pieces with their sizes, or as the plain split that is the same."""
+        """The entry of a dim: assigned pieces with their sizes, or as the plain split that is the same."""
         found = on_mesh(value, self.mesh)
-        if not (isinstance(value, Split) and value.dealt):
+        if not (isinstance(value, Split) and value.assigned):
             return found
         cut = Cut.of(value, size, self._sizes(value.names))
-        if turns := cut.dealt_equally():
+        if turns := cut.equal_parts():
             return entry(Split(entry_axes(found), turns if cut.counts else 1))
         in_order = len(cut.order) == math.prod(cut.counts) and cut.order == tuple(range(len(cut.order)))
         order = () if in_order else cut.order
@@ -196,7 +196,7 @@ class Layout:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Per dim the sizes of its interleaved parts, or dealt pieces; one part for a plain dim."""
+        """Per dim the sizes of its interleaved parts, or assigned pieces; one part for a plain dim."""
         return tuple(cut.parts for cut in self.cuts)
 
     @cached_property
@@ -301,45 +301,48 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have the same local shape, by division or by padding, and no dim is dealt in pieces."""
-        return not self.dealt and self.is_even_otherwise
+        """Whether all ranks have the same local shape, by division or by padding, and no dim is assigned in pieces."""
+        return not self.assigned and self.is_even_otherwise
 
     @property
     def is_even_otherwise(self) -> bool:
-        """Whether ranks that hold equal pieces of the dims that are dealt (stages of a pipeline) have one shape."""
+        """Whether ranks that hold equal pieces of the dims that are assigned (stages of a pipeline) have one shape."""
         return self.padded or self._divides_otherwise
 
     @cached_property
-    def dealt(self) -> tuple[int, ...]:
-        """The dims that are dealt in pieces of sizes or an order of their own (`Split`)."""
+    def assigned(self) -> tuple[int, ...]:
+        """The dims that are assigned in pieces of sizes or an order of their own (`Split`)."""
         return tuple(dim for dim, cut in enumerate(self.cuts) if cut.order)
 
     @property
     def divides(self) -> bool:
-        """Whether all ranks hold equally many elements, without padding, and no dim is dealt in pieces."""
-        return not self.dealt and self._divides_otherwise
+        """Whether all ranks hold equally many elements, without padding, and no dim is assigned in pieces."""
+        return not self.assigned and self._divides_otherwise
 
     @cached_property
     def _divides_otherwise(self) -> bool:
-        """Whether ranks that hold equal pieces of the dims that are dealt hold equally many elements."""
+        """Whether ranks that hold equal pieces of the dims that are assigned hold equally many elements."""
         dims_even = all(
             part % math.prod(cut.counts) == 0 for cut in self.cuts if not cut.order for part in cut.parts
         )  # fmt: skip
         if not self.flat or 0 in self.shape:
             return dims_even or bool(self.flat)
         ranges = math.prod(self.flat_counts)
-        return dims_even and all(math.prod(self.block_shape(shard)) % ranges == 0 for shard in self._deals)
+        return dims_even and all(size % ranges == 0 for size in self._blocks)
 
     @cached_property
-    def _deals(self) -> tuple[Shard, ...]:
-        """One shard for each way to be dealt pieces, at the first of all other ways to cut."""
-        indices = (sorted(set(cut.order)) or [0] for cut in self.cuts)
-        return tuple((*index, 0) for index in itertools.product(*indices))
+    def _blocks(self) -> tuple[int, ...]:
+        """How many elements the blocks have that ranks hold before any flattening: one number but for assigned dims."""
+        lengths = [
+            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, self.padded)] for cut in self.cuts
+        ]
+        return tuple(sorted({math.prod(block) for block in itertools.product(*lengths)}))
 
     @cached_property
     def fullest(self) -> int:
-        """The rank with the largest local tensor; the first of several, 0 where no dim is dealt in pieces."""
-        return max(map(self.rank_of, self._deals), key=self.local_nbytes) if self.dealt else 0
+        """The rank with the largest local tensor; the first of several, 0 where no dim is assigned in pieces."""
+        most = (max(shares, key=shares.__getitem__, default=0) for shares in (cut.shares() for cut in self.cuts))
+        return self.rank_of((*most, 0))
 
     @cached_property
     def padding_axes(self) -> tuple[str, ...]:
@@ -347,9 +350,8 @@ class Layout:
         if not self.padded:
             return ()
         cuts = [(self.axes(d), cut.counts, cut.parts) for d, cut in enumerate(self.cuts) if not cut.order]
-        blocks = tuple(math.prod(self.block_shape(shard)) for shard in self._deals)
         found = set()
-        for axes, counts, parts in [*cuts, (self.flat, self.flat_counts, blocks)]:
+        for axes, counts, parts in [*cuts, (self.flat, self.flat_counts, self._blocks)]:
             big = [name for name in axes if self.mesh[name] > 1]
             found.update(name for i, name in enumerate(big) if any(rooms(n, counts)[i] % counts[i] for n in parts))
         return tuple(name for name in self.mesh.names if name in found)
@@ -402,7 +404,7 @@ class Layout:
         spec = []
         for dim, e in enumerate(self.spec):
             left = keep(entry_axes(e))
-            if isinstance(e, Split) and e.dealt and left:
+            if isinstance(e, Split) and e.assigned and left:
                 e = replace(e, order=tuple(self._index(i, e.names, left) for i in self.cuts[dim].order))
             spec.append(e.over(left) if isinstance(e, Split) and left else left)
         return self.replace(spec=tuple(spec), flat=keep(self.flat), unreduced=keep(self.unreduced))

@@ -29,7 +29,7 @@ def entry(value: Any) -> Entry:
         if not value.names:
             return None
         axes = value.names if len(value.names) > 1 else next(iter(value.names))
-        return value.over(axes) if value.dealt or value.parts != 1 else axes
+        return value.over(axes) if value.assigned or value.parts != 1 else axes
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
         names = tuple(value)
         return names if len(names) > 1 else next(iter(names), None)
@@ -54,7 +54,7 @@ def entry_axes(value: Entry) -> tuple[str, ...]:
 def entry_to_json(value: Entry) -> Any:
     """An entry of lists, strings and integers."""
     if isinstance(value, Split):
-        if value.dealt:
+        if value.assigned:
             order = {"order": list(value.order)} if value.order else {}
             return {"axes": list(value.names), "sizes": list(value.sizes), **order}
         parts = value.parts if isinstance(value.parts, int) else list(value.parts)
@@ -85,12 +85,12 @@ def one_line(layout) -> str:
 
 
 def require_shares(layout, who: str) -> None:
-    """ValueError where a dim is dealt in pieces of sizes or an order of its own: what has one graph for all ranks
+    """ValueError where a dim is assigned in pieces of sizes or an order of its own: what has one graph for all ranks
     begins with this, so that the reason is not a shape."""
-    if layout.dealt:
+    if layout.assigned:
         raise ValueError(
-            f"{who}: got {layout}, whose dim {layout.dealt[0]} is dealt in pieces of sizes or an order of its own, "
-            "wanted an equal share for every rank, as a step has one graph for all (pipelines, with a graph for each "
+            f"{who}: got {layout}, whose dim {layout.assigned[0]} is assigned in pieces of sizes or an order of its own,"
+            " wanted an equal share for every rank, as a step has one graph for all (pipelines, with a graph for each "
             "stage, are not there yet); restore the checkpoint with a layout without sizes and order, or move the array"
             " to one with layout.plan_reshard"
         )
@@ -101,7 +101,7 @@ def _dim(size: int, value: Entry) -> str:
         return str(size)
     extent, order = str(size), ""
     if isinstance(value, Split):
-        if value.dealt:
+        if value.assigned:
             extent = f"({'|'.join(map(str, value.sizes))})"
             order = f" order {'-'.join(map(str, value.order))}" if value.order else ""
         elif isinstance(value.parts, int):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 @dataclass(frozen=True, repr=False)
 class Split:
     """A dim made of consecutive parts, each split over `axes` on its own (an interleaved split), or, with `sizes` or
-    `order`, of consecutive pieces that are dealt to the ranks as they are.
+    `order`, of consecutive pieces that are assigned to the ranks as they are.
 
     A rank's local piece is its pieces of all parts, concatenated. Fused QKV: `Split("tp", parts=(q, k, v))`; gate and
     up halves: `Split("tp", parts=2)`; virtual pipeline stages: `Split("pp", parts=stages_per_rank)`.
@@ -36,7 +36,7 @@ class Split:
         for name in ("axes", "parts", "sizes", "order"):
             if not isinstance(value := getattr(self, name), (str, int)):
                 object.__setattr__(self, name, tuple(value))
-        if self.dealt and self.parts != 1:
+        if self.assigned and self.parts != 1:
             raise ValueError(
                 f"{self}: got parts, of which every rank has a share, and pieces, of which each has one rank, wanted "
                 "parts, or sizes and order"
@@ -48,7 +48,7 @@ class Split:
             )
 
     def __repr__(self) -> str:
-        if not self.dealt:
+        if not self.assigned:
             return f"Split(axes={self.axes!r}, parts={self.parts!r})"
         sizes = f", sizes={self.sizes}" if self.sizes else ""
         return f"Split({self.axes!r}{sizes}{f', order={self.order}' if self.order else ''})"
@@ -59,7 +59,7 @@ class Split:
         return (self.axes,) if isinstance(self.axes, str) else self.axes
 
     @property
-    def dealt(self) -> bool:
+    def assigned(self) -> bool:
         """Whether it has sizes or an order: each piece then is one rank's."""
         return bool(self.sizes or self.order)
 
@@ -69,20 +69,20 @@ class Split:
 
     def lengths(self, dim_size: int) -> tuple[int, ...]:
         """Lengths of the parts, or pieces, of a dim. Raises ValueError when they do not make up the dim."""
-        what, given = ("sizes", self.sizes) if self.dealt else ("parts", self.parts)
-        if self.dealt and not self.sizes:
+        what, given = ("sizes", self.sizes) if self.assigned else ("parts", self.parts)
+        if self.assigned and not self.sizes:
             given = len(self.order)
         if isinstance(given, int):
             if given < 1 or dim_size % given:
                 raise ValueError(
-                    f"{self}: got {given} {'pieces' if self.dealt else 'parts'} of a dim of size {dim_size}, wanted a "
-                    f"number that divides it; give the sizes of the parts instead, e.g. {what}=(512, 128, 128)"
+                    f"{self}: got {given} {'pieces' if self.assigned else 'parts'} of a dim of size {dim_size}, wanted "
+                    f"a number that divides it; give the sizes of the parts instead, e.g. {what}=(512, 128, 128)"
                 )
             return (dim_size // given,) * given
         if sum(given) != dim_size or any(part < 0 for part in given):
             raise ValueError(
                 f"{self}: got {what} that sum to {sum(given)}, wanted the size of the dim, {dim_size};"
-                f" give one size (0 or more) for each {'piece' if self.dealt else 'part'}"
+                f" give one size (0 or more) for each {'piece' if self.assigned else 'part'}"
             )
         return given
 
@@ -101,20 +101,19 @@ class Cut(NamedTuple):
     def of(split: Split, dim_size: int, counts: tuple[int, ...]) -> Cut:
         """Of a split over axes of these sizes. Raises ValueError for sizes or an order that do not fit."""
         parts, ranks = split.lengths(dim_size), math.prod(counts)
-        if not split.dealt:
+        if not split.assigned:
             return Cut(parts, counts)
+        names = "·".join(split.names)
         if not split.order and len(parts) != ranks:
             raise ValueError(
-                f"{split}: got {len(parts)} sizes for {ranks} ranks of {'·'.join(split.names)}, wanted one for each (0 "
-                "where a rank holds nothing), or order=, the rank of each piece"
+                f"{split}: got {len(parts)} sizes for {ranks} rank{'s' * (ranks > 1)} of {names}, wanted one for each "
+                "(0 where a rank holds nothing), or order=, the rank of each piece"
             )
         if wrong := [rank for rank in split.order if not 0 <= rank < ranks]:
-            raise ValueError(
-                f"{split}: got rank {wrong[0]} in order, wanted 0 to {ranks - 1}, the ranks of {'·'.join(split.names)}"
-            )
+            raise ValueError(f"{split}: got rank {wrong[0]} in order, wanted 0 to {ranks - 1}, the ranks of {names}")
         return Cut(parts, counts, split.order or tuple(range(ranks)))
 
-    def dealt_equally(self) -> int:
+    def equal_parts(self) -> int:
         """Into how many parts it is cut where what each rank holds is its share of so many equal parts; else 0."""
         ranks = math.prod(self.counts)
         if self.order and not any(self.parts):
@@ -123,6 +122,13 @@ class Cut(NamedTuple):
         if ranks > 1 and (rest or len(set(self.parts)) > 1 or self.order != tuple(range(ranks)) * turns):
             return 0
         return turns
+
+    def shares(self) -> dict[int, int]:
+        """Of a dim that is assigned, how much each index that holds a piece has, in the order of the indices."""
+        found = dict.fromkeys(sorted(set(self.order)), 0)
+        for part, holder in zip(self.parts, self.order, strict=False):
+            found[holder] += part
+        return found
 
     def length(self, index: int, padded: bool) -> int:
         """What a rank has room for, padding included."""

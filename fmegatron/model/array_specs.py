@@ -96,7 +96,7 @@ def at_rest(
     # What the strategy's axes do not divide is padded at rest; heads, vocabulary and experts must divide.
     pads = set(strategy.tokens).difference(kept) if strategy is not None and layout.padded else ()
     for dim, (size, entry) in enumerate(zip(layout.shape, layout.spec, strict=True)):
-        if dim in layout.dealt:
+        if dim in layout.assigned:
             continue
         pieces = entry.lengths(size) if isinstance(entry, Split) else (size,)
         names = tuple(name for name in layout.axes(dim) if name not in pads)

@@ -225,7 +225,7 @@ def fused_parts(layouts: structure.Tree) -> list[tuple[str, tuple[int, ...]]]:
         if isinstance(layout, Layout)
         and layout.spec
         and isinstance(entry := layout.spec[-1], Split)
-        and not entry.dealt
+        and not entry.assigned
     ]
     if not found:
         raise ValueError(

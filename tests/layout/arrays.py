@@ -26,7 +26,7 @@ def cut(x: torch.Tensor, layout) -> list[torch.Tensor]:
 def reference_local(x: torch.Tensor, layout, rank: int) -> torch.Tensor:
     """A rank's local tensor by torch.chunk in sequence, written from the definition and without boxes."""
 
-    def dealt(t, dim):
+    def assigned(t, dim):
         split, index = layout.spec[dim], layout.mesh.index(rank, layout.axes(dim))
         order = split.order or range(layout.mesh.extent(layout.axes(dim)))
         return [piece for piece, holder in zip(t.split(split.sizes, dim), order, strict=True) if holder == index]
@@ -39,8 +39,8 @@ def reference_local(x: torch.Tensor, layout, rank: int) -> torch.Tensor:
         return t
 
     for dim in range(x.ndim):
-        if isinstance(layout.spec[dim], Split) and layout.spec[dim].dealt:
-            pieces = dealt(x, dim)
+        if isinstance(layout.spec[dim], Split) and layout.spec[dim].assigned:
+            pieces = assigned(x, dim)
         else:
             pieces = [take(part, dim, layout.axes(dim)) for part in x.split(layout.parts[dim], dim)]
         x = torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)

@@ -34,7 +34,7 @@ def test_every_element_is_held_exactly_once_per_replica(layout):
     assert (held == layout.replicas * pending).all()
     assert (owned == pending).all()
     shapes_of_ranks = {layout.local_shape(rank) for rank in range(layout.mesh.size)}
-    assert layout.is_even == (len(shapes_of_ranks) == 1 and not layout.dealt)
+    assert layout.is_even == (len(shapes_of_ranks) == 1 and not layout.assigned)
     most = max(layout.local_nbytes(rank) for rank in range(layout.mesh.size))
     assert layout.local_nbytes(layout.fullest) == most
     check_cover(layout)

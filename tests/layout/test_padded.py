@@ -27,13 +27,13 @@ def test_true_elements_are_held_once_and_all_rooms_are_one(layout):
     x, rooms = numbered(layout.shape), {}
     held = torch.zeros(layout.shape, dtype=torch.int64)
     for rank, local in enumerate(cut(x, layout)):
-        rooms.setdefault(tuple(layout.shard(rank)[dim] for dim in layout.dealt), set()).add(local.shape)
+        rooms.setdefault(tuple(layout.shard(rank)[dim] for dim in layout.assigned), set()).add(local.shape)
         for box in layout.boxes(rank):
             held[box.slices] += 1
         assert (local > 0).sum() == sum(box.size for box in layout.boxes(rank))
     assert (held == layout.replicas * layout.mesh.extent(layout.unreduced)).all()
     assert all(len(shapes_of_ranks) == 1 for shapes_of_ranks in rooms.values())
-    assert layout.is_even_otherwise and layout.is_even == (not layout.dealt)
+    assert layout.is_even_otherwise and layout.is_even == (not layout.assigned)
     assert layout.padded == bool(layout.padding_axes) == (not layout.replace(padded=False).is_even_otherwise)
     assert layout.nbytes == math.prod(layout.shape) * 4
     check_cover(layout)

@@ -86,7 +86,7 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
     for entry in spec:
         if type(entry) is dict:
             parts = entry.get("parts")
-            if "parts" not in entry:  # pieces that are dealt
+            if "parts" not in entry:  # pieces that are assigned
                 parts = _child(entry, "sizes", list)
                 _ints(entry.get("order", []), most=_MOST_PARTS)
                 pieces *= max(1, len(parts))
