@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, step
-from fmegatron.collectives import Axes, all_gather, axes, enter, psum, reduce_scatter, shard
+from fmegatron.collectives import all_gather, axes, enter, psum, reduce_scatter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.draws import jittered, noisy
@@ -147,8 +147,8 @@ class MoE(PerToken):
     def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
         "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
-        router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding counts nowhere
-        but in the room of experts.
+        router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding goes to no
+        chosen expert, takes no room of one and counts nowhere.
 
         Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
         unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
@@ -156,9 +156,8 @@ class MoE(PerToken):
         axes = at.axes
         tp, split, data = axes["tp"], at.splits(u_BSD), axes[axes.data]
         everywhere = axes[(*axes.data, "tp")] if split else data
-        real_BS = None if at.padding is None else ~at.padding
-        if split and real_BS is not None:
-            real_BS = shard(real_BS, tp, 1)
+        padding_BS = shard(at.padding, tp, 1) if split and at.padding is not None else at.padding
+        real_BS = None if padding_BS is None else ~padding_BS
 
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
@@ -167,11 +166,11 @@ class MoE(PerToken):
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         logits_BSE = noisy(logits_BSE, self.noise, at)
-        routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
-        y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
+        routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None).without(padding_BS)
+        y_BSD, found = self._routed(u_BSD, routing, w, split, at)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at)
-        chosen_E = expert_load(routing.experts, self.router.experts, None, real_BS)
+        chosen_E = expert_load(routing.experts, self.router.experts)
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
         totals = {"entropy": router_entropy(routing.probs, real_BS)}
         if self.balance:
@@ -197,9 +196,10 @@ class MoE(PerToken):
         return parts
 
     def _routed(
-        self, u_BSD: Tensor, routing: Routing, w: Any, split: bool, axes: Axes
+        self, u_BSD: Tensor, routing: Routing, w: Any, split: bool, at: TokenContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
+        axes = at.axes
         tp, cp, ep = axes["tp"], axes.sequence, axes[self.ep]
         data = axes[tuple(name for name in axes.data if name not in cp.names)]
         v_BSD, sequence, token_axes = u_BSD, cp, axes[axes.data]
@@ -224,9 +224,11 @@ class MoE(PerToken):
                     f"MoE.capacity: got {self.capacity} on the mesh {axes.mesh}, which splits sequences, wanted full "
                     "ones, of which a part is dropped; leave capacity out"
                 )
-            S = v_BSD.shape[1]
-            room = min(S, math.ceil(self.capacity * S * self.router.top_k / self.router.experts))
-            y_BSD, found = with_capacity(v_BSD, routing, own, apply, ep, data, room)
+            S, K, E, room_B = v_BSD.shape[1], self.router.top_k, self.router.experts, None
+            most = min(S, math.ceil(self.capacity * S * K / E))
+            if at.padding is not None:
+                room_B = (self.capacity * (~at.padding).sum(1).double() * K / E).ceil().long()
+            y_BSD, found = with_capacity(v_BSD, routing, own, apply, ep, data, most, room_B)
         else:
             again = step.remat if self.chunks > 1 else None
             y_BSD, found = dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)

@@ -150,7 +150,7 @@ def embedded(tokens_BS: Tensor, w: dict, positions: Tensor, decoder: Decoder, ax
     Raises ValueError for a sequence that tp does not divide.
     """
     tp = axes["tp"]
-    x_BSD = nn.embed(tokens_BS, w["table"], tp, split)
+    x_BSD = nn.embed(tokens_BS, w["table"], tp, split, decoder.vocab_size)
     if decoder.embed_scale != 1.0:
         x_BSD = x_BSD * x_BSD.new_full((), decoder.embed_scale)
     if not decoder.positions:

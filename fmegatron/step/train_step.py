@@ -69,7 +69,8 @@ def build_train_step(
         clip_norm: the largest global gradient norm, None for no clipping.
         post_update: post_update(params, metrics) -> (params, metrics): what no gradient decides, such as the biases
             that balance experts (`model.post_update`); after the update, with the metrics of the full batch. Where the
-            norm of the gradients is not finite it changes no parameter.
+            norm of the gradients is not finite, and where the optimizer refuses the update (`optim.skip_nonfinite`),
+            it changes no parameter.
         bucket_bytes: bytes of the largest leaf that shares a collective with others; a larger one is
             a bucket by itself.
 
@@ -147,9 +148,9 @@ def build_train_step(
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), bucket_bytes), frozen)
         if post_update is not None:
             after, metrics = post_update(params, metrics)
-            params = tree.map(
-                lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params
-            )
+            moves, applied = norm.isfinite(), optimizer.applied(state.opt, opt)
+            moves = moves if applied is None else moves & applied
+            params = tree.map(lambda new, old: new if new is old else torch.where(moves, new, old), after, params)
         return lying_as(State(state.step + 1, params, opt), state), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
