@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Precision, random_words
+from fmegatron.collectives import Axes, Precision, psum, random_words
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.optim import clipping
@@ -47,7 +47,7 @@ def build_train_step(
             such parts, `{"lm": mean(...), "z": 1e-4 * mean(...)}`: sums over this rank's rows, which the step adds up
             over ranks and microbatches and divides once. Or it is a 0-d tensor, this rank's part, so that its plain sum
             over the data axes is the loss. Metrics are 0-d tensors that are equal on all ranks, or beside parts means
-            too. They gain "grad_norm" (before clipping; NaN where a loss of parts is not finite), and of parts "loss",
+            too. They gain "grad_norm" (before clipping; NaN where the loss is not finite), and of parts "loss",
             the mean of each by its name, and "NAME/count".
         optimizer: a pair of pure functions (`optim`).
         layouts: of the parameters at rest, or their specs, which know the strategy.
@@ -138,8 +138,9 @@ def build_train_step(
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         grads = known_as(grads, trained_at.optim)
         norm = optim.global_norm(grads)
-        if whole:  # a loss that is not finite makes an update bad, whatever its gradients are
-            norm = torch.where(loss.isfinite(), norm, torch.nan)
+        # A loss that is not finite makes an update bad, whatever its gradients are.
+        loss = loss if whole else psum(loss, axes[axes.data])
+        norm = torch.where(loss.isfinite(), norm, torch.nan)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
         there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), bucket_bytes)
         params = tree.merge(known_as(there, trained_at.optim), frozen)
