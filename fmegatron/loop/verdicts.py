@@ -69,7 +69,9 @@ class Verdicts:
         self._counts, self._logged = [], True
         silent = [name for name in (recent[-1] if recent else ()) if values[name + COUNT] == 0]
         if silent:  # of the updates before: a second transfer, only then
-            each = fetch({f"{n} {name}": some[name] for n, some in enumerate(recent) for name in silent if name in some})
+            each = fetch(
+                {f"{n} {name}": some[name] for n, some in enumerate(recent) for name in silent if name in some}
+            )
             silent = [name for name in silent if not any(each.get(f"{n} {name}") for n in range(len(recent)))]
         if silent and len(silent) == len(recent[-1]):
             text = f"nothing has counted in the loss ({', '.join(name + COUNT for name in silent)} is 0)"

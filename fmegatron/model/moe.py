@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron import nn, step
+from fmegatron import nn, step, tree
 from fmegatron.collectives import all_gather, axes, enter, psum, reduce_scatter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, TokenContext
@@ -52,7 +52,8 @@ class MoE(PerToken):
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
     None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
     multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
-    deviation `noise` (`nn.noisy`).
+    deviation `noise` (`nn.noisy`). fp32_router: the router's weights, and their product with the tokens, are fp32 or
+    wider, as DeepSeek has them; rounded to bf16, one token in a hundred takes other experts.
     """
 
     router: nn.Router
@@ -71,6 +72,7 @@ class MoE(PerToken):
     limit: float | None = None
     jitter: float = 0.0
     noise: float = 0.0
+    fp32_router: bool = False
 
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
@@ -104,9 +106,9 @@ class MoE(PerToken):
         fsdp, tp = (None if name in self.ep else name for name in ("fsdp", "tp"))
         down = Array((E, F, dim), (self.ep, tp, fsdp), residual=True, **fixed)
         out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, fsdp, tp), parts, **fixed), "down": down}
-        out["router"] = Array((dim, E))
-        if self.choice_bias:
-            out["choice_bias"] = Array((E,), init=zero, full=True)
+        out["router"] = Array((dim, E), wide=self.fp32_router)
+        if self.choice_bias:  # a step of 0.001 is lost in 16 bits
+            out["choice_bias"] = Array((E,), init=zero, full=True, wide=True)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
             out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)
@@ -162,7 +164,9 @@ class MoE(PerToken):
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
 
-        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at), own("router"))
+        wide = torch.promote_types(u_BSD.dtype, torch.float32) if self.fp32_router else u_BSD.dtype
+        router = tree.map(lambda x: x.to(wide), own("router")) if self.fp32_router else own("router")
+        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at).to(wide), router)
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         logits_BSE = noisy(logits_BSE, self.noise, at)
