@@ -72,17 +72,21 @@ class Precision:
         """How matrices travel when they are gathered, and their gradients when they are reduced."""
         return Wire(self.gather or self.compute, self.reduce, self.exact, self.compute)
 
+    @property
+    def vector(self) -> Wire:
+        """How vectors travel, and whatever else keeps its own dtype: gathered as they are, reduced in fp32 or wider."""
+        wide = self.reduce is not None and self.reduce.itemsize >= 4
+        return Wire(None, self.reduce if wide else None, self.exact)
+
     def wires(self, layouts: structure.Tree) -> structure.Tree:
         """How each leaf travels: the tree of `layouts` with a Wire for each.
 
         Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or
         "bias" is in it (`tree.neither_norm_nor_bias`).
         """
-        wide = self.reduce is not None and self.reduce.itemsize >= 4
-        vector = Wire(None, self.reduce if wide else None, self.exact)
 
         def wire_of(path: str, layout: Layout) -> Wire:
-            return self.wire if len(layout.shape) > 1 and structure.neither_norm_nor_bias(path) else vector
+            return self.wire if len(layout.shape) > 1 and structure.neither_norm_nor_bias(path) else self.vector
 
         return structure.map_with_path(wire_of, layouts)
 

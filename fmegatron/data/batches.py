@@ -143,8 +143,9 @@ class EvaluationBatches(TokenBatches):
     """Fixed batches for evaluation: `windows` windows, evenly spaced over the range `split`; default: all of them, in
     order.
 
-    When the windows do not fill the last batch, every batch has a third entry, "mask" [B, S] bool, that is False on the
-    rows of padding; so the loss over all batches is the same for every batch size. `len(...)` is the number of batches.
+    When the windows do not fill the last batch, every batch has "padding" [B, S] bool, True on the rows that fill it,
+    and "mask", False there; so the loss over all batches is the same for every batch size. `len(...)` is the number of
+    batches.
     documents, zigzag: as of `Batches`.
 
     >>> evaluation = EvaluationBatches(np.arange(100), batch_size=5, seq_len=8)
@@ -190,7 +191,8 @@ class EvaluationBatches(TokenBatches):
         real = rows < self._shown
         batch = _cut(self, np.where(real, rows, 0) * _window_count(self) // self._shown)
         if self._shown % self.batch_size:
-            batch["mask"] = np.broadcast_to(real[:, None], batch["tokens"].shape) & batch.get("mask", True)
+            batch["padding"] = np.broadcast_to(~real[:, None], batch["tokens"].shape)
+            batch["mask"] = ~batch["padding"] & batch.get("mask", True)
         return arranged(batch, self.zigzag)
 
 
@@ -226,14 +228,14 @@ def _check_plan(of: Batches) -> None:
 
 
 def _megatrons(order: MegatronOrder, samples: np.ndarray, documents: bool | int) -> dict[str, np.ndarray]:
-    ids, ends, real = order.read(samples)
+    ids, ends, real, padding = order.read(samples)
     batch = {"tokens": ids[:, :-1].copy(), "labels": ids[:, 1:].copy()}  # of one row both would be one memory
     if documents is not False:
         batch |= document_entries(ends if documents is True else ids[:, :-1] == documents)
         batch["mask"] &= real
     elif not (order.options.extra_token and order.options.drop_last):
         batch["mask"] = real
-    return batch
+    return batch if order.options.drop_last else {**batch, "padding": padding}
 
 
 def _range(of: Batches | EvaluationBatches) -> tuple[int, int]:

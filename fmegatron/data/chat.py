@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 
@@ -111,7 +112,9 @@ class Chats:
     """A source of chats as one of rows, for `SourceBatches`: item i is `chat_row` of source[i], cut after seq_len.
 
     source: items are lists of messages, or mappings with them in `key`, and perhaps "tools". roles: whose messages are
-    learned. template: in the place of the tokenizer's own.
+    learned. template: in the place of the tokenizer's own. without_answer: what becomes of items of which nothing is
+    learned (no message of these roles, or it begins behind seq_len), `unanswered`: "keep" them; "drop" them, for which
+    all items are read once; or "refuse" one with ValueError when it is read.
     """
 
     source: Items
@@ -120,11 +123,37 @@ class Chats:
     key: str = "messages"
     roles: tuple[str, ...] = ("assistant",)
     template: ChatTemplate | None = None
+    without_answer: Literal["keep", "drop", "refuse"] = "keep"
+
+    def __post_init__(self) -> None:
+        if self.without_answer not in ("keep", "drop", "refuse"):
+            raise ValueError(f"Chats.without_answer: got {self.without_answer!r}, wanted 'keep', 'drop' or 'refuse'")
+
+    @cached_property
+    def unanswered(self) -> tuple[int, ...]:
+        """Numbers of the items of the source of which nothing is learned. The first time, reads all of them."""
+        return tuple(i for i in range(len(self.source)) if not self._row(i)["mask"].any())
+
+    @cached_property
+    def _answered(self) -> list[int]:
+        without = set(self.unanswered)
+        return [i for i in range(len(self.source)) if i not in without]
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self._answered if self.without_answer == "drop" else self.source)
 
     def __getitem__(self, index: int) -> Row:
+        index = self._answered[index] if self.without_answer == "drop" else index
+        row = self._row(index)
+        if self.without_answer == "refuse" and not row["mask"].any():
+            raise ValueError(
+                f"Chats: item {index}: got a chat in whose first {self.seq_len} tokens nothing is learned, wanted a "
+                f"message of {' or '.join(self.roles)} there; raise seq_len, or leave such chats out: "
+                'without_answer="drop"'
+            )
+        return row
+
+    def _row(self, index: int) -> Row:
         item = self.source[index]
         mapping = isinstance(item, Mapping)
         more = {"tools": item["tools"]} if mapping and item.get("tools") else {}

@@ -84,9 +84,9 @@ class MegatronOrder:
     def __len__(self) -> int:
         return len(self._shuffled)
 
-    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(ids int64 [n, S + 1], the last of 0 without an extra token; ends bool [n, S]: the last token of a sequence;
-        real bool [n, S]: tokens that have a label)."""
+        real bool [n, S]: tokens that have a label; padding bool [n, S]: behind the last token of the split)."""
         if len(samples) and samples.max() >= len(self):
             raise ValueError(
                 f"order: got sample {samples.max():,}, wanted 0 to {len(self) - 1:,}, those of Megatron's order; name "
@@ -95,9 +95,10 @@ class MegatronOrder:
         S, extra = self.seq_len, int(self.options.extra_token)
         ids = np.zeros((len(samples), S + 1), dtype=np.int64)
         ends, real = np.zeros((len(samples), S), dtype=bool), np.ones((len(samples), S), dtype=bool)
+        padding = np.zeros_like(ends)
         for row, number in enumerate(self._shuffled[samples].tolist()):
             at, stop = number * S, min(number * S + S + extra, int(self._starts[-1]))
-            real[row, max(0, stop - at - 1) :] = False
+            real[row, max(0, stop - at - 1) :], padding[row, max(0, stop - at) :] = False, True
             place, begin = int(np.searchsorted(self._starts, at, side="right")) - 1, at
             while at < stop:
                 left, right = int(self._starts[place]), int(self._starts[place + 1])
@@ -108,7 +109,7 @@ class MegatronOrder:
                     if at == right and at - begin <= S:
                         ends[row, at - begin - 1] = True
                 place += 1
-        return ids, ends, real
+        return ids, ends, real, padding
 
     def _offset(self, sequence: int) -> int:
         return int(self.tokens._offsets[sequence]) // self.tokens.dtype.itemsize

@@ -43,11 +43,11 @@ class SourceBatches(StepBatches):
     fixes.
 
     An item is an array of ids [n], n up to seq_len + 1, or a mapping of arrays [n] with "tokens", n up to seq_len, and
-    perhaps "labels" (else the tokens that follow), "mask", "positions", "documents", and other integers. Rows are
-    padded with zeros, and "mask" is False there and where there is no label. A mask is of 0 and 1 in any dtype; a label
-    of -100 is none. Other fields of an item (texts) are left out; all items have the same. shuffle: False for the order
-    of the source. Raises ValueError for an empty source, and, when they are read, for items that are longer, of another
-    form or of negative ids.
+    perhaps "labels" (else the tokens that follow), "mask", "positions", "documents", "padding", and other integers.
+    Rows are padded with zeros: "padding" is True there, "mask" False there and where there is no label. A mask is of 0
+    and 1 in any dtype; a label of -100 is none. Other fields of an item (texts) are left out; all items have the same.
+    shuffle: False for the order of the source. Raises ValueError for an empty source, and, when they are read, for
+    items that are longer, of another form or of negative ids.
 
     >>> batches = SourceBatches([[1, 2, 3], [4, 5, 6, 7]], batch_size=2, seq_len=4, seed=0, shuffle=False)
     >>> batches.at(0)["tokens"].tolist(), batches.at(0)["mask"].tolist()
@@ -218,11 +218,14 @@ def row_of(item: Any, length: int, where: str) -> Row:
         arrays["labels"] = np.append(arrays["tokens"][1:], np.int64(_IGNORED))[:n]
     mask = arrays["labels"] != _IGNORED
     arrays["labels"] = np.where(mask, arrays["labels"], 0)
+    padding = arrays["padding"] if "padding" in arrays else np.zeros(n, dtype=bool)
+    arrays["padding"] = np.concatenate([padding, np.ones(length - n, dtype=bool)])
+    mask &= ~padding
     arrays["mask"] = mask & arrays["mask"] if "mask" in arrays else mask
     for name in ("tokens", "labels"):
         _check_ids(arrays[name], name, where)
     return {
-        name: np.concatenate([x, np.zeros(length - n, dtype=x.dtype)]) if n < length else x
+        name: np.concatenate([x, np.zeros(length - n, dtype=x.dtype)]) if len(x) < length else x
         for name, x in arrays.items()
     }
 
@@ -237,15 +240,15 @@ def _arrays(item: Any, where: str) -> Row:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 value = value.double()  # numpy has no bfloat16
             x = np.asarray(value) if hasattr(value, "__len__") and not isinstance(value, str) else np.zeros(0, "U1")
-            if name == "mask":
-                found[name] = _zeros_and_ones(x, value, where)
+            if name in ("mask", "padding"):
+                found[name] = _zeros_and_ones(x, name, value, where)
             elif x.ndim == 1 and (x.dtype.kind in "iub" or not x.size):
                 found[name] = x.astype(bool if x.dtype.kind == "b" else np.int64)
             elif name == "labels":
                 raise ValueError(f"{where}: got 'labels' as {structure.in_words(value)}, wanted integers [n]")
         if "tokens" not in found or found["tokens"].dtype != np.int64:
             raise ValueError(f"{where}: got 'tokens' as {structure.in_words(item['tokens'])}, wanted integers [n]")
-        known = ("tokens", "labels", "mask", *(() if found["tokens"].size else ("positions", "documents")))
+        known = ("tokens", "labels", "mask", "padding", *(() if found["tokens"].size else ("positions", "documents")))
         return {name: x for name, x in found.items() if x.size or name in known}
     ids = np.asarray(item)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -265,10 +268,10 @@ def _check_ids(ids: np.ndarray, name: str, where: str) -> None:
         )
 
 
-def _zeros_and_ones(x: np.ndarray, given: Any, where: str) -> np.ndarray:
+def _zeros_and_ones(x: np.ndarray, name: str, given: Any, where: str) -> np.ndarray:
     """A mask as bool [n]."""
     if x.ndim != 1 or x.size and x.dtype.kind not in "biuf":
-        raise ValueError(f"{where}: got 'mask' as {structure.in_words(given)}, wanted numbers 0 and 1 [n]")
+        raise ValueError(f"{where}: got {name!r} as {structure.in_words(given)}, wanted numbers 0 and 1 [n]")
     if x.size and (other := x[(x != 0) & (x != 1)]).size:
-        raise ValueError(f"{where}: got {other[0]} in 'mask', wanted 0 and 1; make weights of tokens a mask")
+        raise ValueError(f"{where}: got {other[0]} in {name!r}, wanted 0 and 1; make weights of tokens a mask")
     return x.astype(bool)

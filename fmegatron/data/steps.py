@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -106,15 +107,17 @@ class RankBatches(Source):
 
     layout: of the arrays of a batch: one Layout [B, S], which all of them have in their first two dims; or a tree of
     Layouts or ArraySpecs (`step.Description.batch`), and arrays that it does not name are split like its first one; or
-    a function (shape, dtype) -> Layout, where no shape is known before.
+    a function (shape, dtype) -> Layout, where no shape is known before. vocab_size: of the model; None: not known.
     ValueError for a layout of another shape, or under which ranks hold unequal parts, or whose ranks along the sequence
-    are not those for which the batch is in zigzag order; and, naming the array, for a batch of other shapes or dtypes.
+    are not those for which the batch is in zigzag order; and, naming the array, for a batch of other shapes or dtypes,
+    and for "tokens", "labels" or "ahead" in host memory that the vocabulary does not have (labels below 0 are none).
     """
 
     batches: Source
     layout: Layout | Callable[[tuple[int, ...], torch.dtype], Layout] | structure.Tree
     rank: int
     name: str | None = None  # of the source in messages; None: `source_name`
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.batches, TokenBatches):
@@ -198,6 +201,8 @@ class RankBatches(Source):
         for path, x in zip(paths, leaves, strict=True):
             if isinstance(x, torch.Tensor):
                 x = self._part(x, path, f"{where}: {path!r}", count, total)
+                if path in _LEAST and self.vocab_size is not None:
+                    _require_in_vocabulary(x, f"{where}: {path!r}", self.vocab_size, _LEAST[path])
             parts.append(x)
         return structure.unflatten(spec, parts)
 
@@ -252,6 +257,24 @@ class RankBatches(Source):
         if shape and shape[0] != like.shape[0]:
             raise ValueError(f"{where}: got {shape}, wanted {like.shape[0]} rows, as the other arrays have them")
         return like.replace(shape=shape, dtype=dtype, spec=like.spec[: len(shape)])
+
+
+_LEAST = MappingProxyType({"tokens": 0, "labels": None, "ahead": None})  # entries of ids, and the least id; None: any
+
+
+def _require_in_vocabulary(x: torch.Tensor, where: str, vocab_size: int, least: int | None) -> None:
+    """ValueError for an id that the model does not have. Of tensors in host memory: nothing waits for a device."""
+    if x.device.type != "cpu" or not x.numel() or x.is_floating_point():
+        return
+    low, high = (int(end) for end in torch.aminmax(x))
+    if high < vocab_size and (least is None or low >= least):
+        return
+    wrong = high if high >= vocab_size else low
+    more = ", or below 0 for none" if least is None else ""
+    raise ValueError(
+        f"{where}: got the id {wrong} in row {int((x == wrong).nonzero()[0, 0])} of this rank, wanted 0 to "
+        f"{vocab_size - 1}, the vocabulary of the model{more}; read data of its tokenizer, or raise Decoder.vocab_size"
+    )
 
 
 def _ranges(layout: Layout, rank: int, dim: int) -> Ranges:

@@ -191,25 +191,26 @@ class _Pieces(Source):
 def own_part(source: Source, of: Description | structure.Tree, rank: int, name: str | None = None) -> steps.RankBatches:
     """One rank's part of a source, in host memory, by the layouts that follow from `of`. ValueError where uneven.
 
-    name: of the source in messages.
+    name: of the source in messages. Of the decoder of a `Description` the vocabulary, in which ids have to be.
     """
     strategy, described, microbatches = _how(of)
-    mesh = _mesh(of)
+    mesh, decoder = _mesh(of), of.decoder if isinstance(of, Description) else None
+    vocab_size = None if decoder is None else decoder.vocab_size
     if isinstance(source, steps.TokenBatches):
         known = [x for x in tree.leaves(described) if len(x.shape) > 1]
         if strategy is None and known:
-            return steps.RankBatches(source, known[0].replace(shape=(source.batch_size, source.seq_len)), rank)
+            layout = known[0].replace(shape=(source.batch_size, source.seq_len))
+            return steps.RankBatches(source, layout, rank, vocab_size=vocab_size)
         whole = isinstance(source, EvaluationBatches)  # an evaluation cuts no microbatches
-        return steps.RankBatches(
-            source, steps.TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches), rank
-        )
+        layout = steps.TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches)
+        return steps.RankBatches(source, layout, rank, vocab_size=vocab_size)
     if tree.leaves(described):
-        return steps.RankBatches(source, described, rank, name)
+        return steps.RankBatches(source, described, rank, name, vocab_size)
 
     def layout_of(shape: tuple[int, ...], dtype: Any) -> Layout:
         return (strategy or DataParallel()).batch_layout(shape, dtype, mesh, microbatches)
 
-    return steps.RankBatches(source, layout_of, rank, name)
+    return steps.RankBatches(source, layout_of, rank, name, vocab_size)
 
 
 def own_rows(source: Source, of: Description | structure.Tree, world: World) -> Source:

@@ -9,7 +9,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.loop.losses import ACTIONS, BadLoss, BadLossError, Finding, LossWatch, RollBack, RunAgain
-from fmegatron.loop.metrics import fetch
+from fmegatron.loop.metrics import COUNT, fetch
 from fmegatron.loop.nonfinite import WATCHED, broken, judge
 from fmegatron.step import donation
 from fmegatron.tree import structure
@@ -29,11 +29,17 @@ class Verdicts:
         self._finite: deque[int] = deque(maxlen=3)  # the last log points where all was
         self._first_broken: int | None = None
         self._found: Finding | None = None
+        self._counts: list[dict[str, Any]] = []  # since the last log point: of each update, how much counted
+        self._logged = False  # whether there was a log point
+        self._told: set[str] = set()  # of what it was said once that nothing counts
 
     def see(self, number: int, metrics: Any, logs: bool) -> tuple[dict[str, float], tuple[bool, bool]]:
         """(metrics as floats, empty between log points; whether they are not finite, whether a loss is bad)."""
         if self._all and not self.skips and isinstance(metrics, Mapping):
             self._recent.append((number, {name: metrics[name] for name in WATCHED if name in metrics}))
+        if isinstance(metrics, Mapping):
+            counts = {name.removesuffix(COUNT): x for name, x in metrics.items() if str(name).endswith(COUNT)}
+            self._counts.append({name: x for name, x in counts.items() if name in metrics})
         if not logs:
             return {}, (False, False)
         many = {f"\0{n} {name}": value for n, some in self._recent for name, value in some.items()}
@@ -47,12 +53,43 @@ class Verdicts:
             if self.watch and self._found is None and "loss" in found:
                 self._found = self.watch.see(n, found["loss"])
         self._recent.clear()
+        self._count(number, values)
         shown = broken(values)
         self._shown = {n: some for n, some in self._shown.items() if n == number - 1} | {number: shown}
         if not shown:
             self._finite.append(number)
             self._first_broken = None
         return values, (bool(shown), self._found is not None)
+
+    def _count(self, number: int, values: Mapping[str, float]) -> None:
+        """Warns at a log point where nothing has counted since the last one, once for each part of the loss; where
+        nothing has counted in any, and it is not the first log point, that is a bad loss. Counts are equal on all
+        ranks."""
+        recent, first = self._counts, not self._logged
+        self._counts, self._logged = [], True
+        silent = [name for name in (recent[-1] if recent else ()) if values[name + COUNT] == 0]
+        if silent:  # of the updates before: a second transfer, only then
+            each = fetch(
+                {f"{n} {name}": some[name] for n, some in enumerate(recent) for name in silent if name in some}
+            )
+            silent = [name for name in silent if not any(each.get(f"{n} {name}") for n in range(len(recent)))]
+        if silent and len(silent) == len(recent[-1]):
+            text = f"nothing has counted in the loss ({', '.join(name + COUNT for name in silent)} is 0)"
+            fix = "look at masks and labels (of chats: data.Chats.unanswered)"
+            if not first:
+                self._found = Finding(number, f"{text} since the last log point; {fix}", "raise")
+            else:
+                self._warn(f"step {number}: {text}; {fix}")
+        elif new := [name for name in silent if name not in self._told]:
+            names = ", ".join(name + COUNT for name in new)
+            self._warn(f"step {number}: {names} is 0 since the last log point: nothing of it is learned")
+        elif values.get("grad_norm") == 0 and "grad_norm" not in self._told:
+            self._told.add("grad_norm")
+            self._warn(
+                f"step {number}: grad_norm is exactly 0: nothing is learned; look for .detach(), for masks that leave "
+                "nothing, and for parameters that the loss does not use"
+            )
+        self._told |= set(silent)
 
     def judge(self, state: structure.Tree, number: int, about: int, not_finite: bool, bad: bool) -> None:
         """What follows on what some rank has seen when update `about` was done. All ranks call it.

@@ -7,6 +7,8 @@ import math
 import re
 from dataclasses import replace
 
+import torch
+
 from fmegatron import tree
 from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split, data_parallel
 from fmegatron.model.arrays import Array
@@ -66,7 +68,8 @@ def specs(
         spec = tuple(_by_strategy(entry, meant) for entry in table.match(path))
         if array.parts and len(spec) == len(array.shape) and (axes := spec[-1]) and not isinstance(axes, Split):
             spec = (*spec[:-1], Split(axes, array.parts))
-        layout = Layout(array.shape, decoder.param_dtype, mesh, spec)
+        dtype = torch.promote_types(decoder.param_dtype, torch.float32) if array.wide else decoder.param_dtype
+        layout = Layout(array.shape, dtype, mesh, spec)
         stack = (0,) if path.partition("/")[0] in decoder.stacks else ()
         # the layer dim of a stack stays whole: a layer is gathered when it runs
         whole = tuple(range(len(array.shape))) if array.full and strategy is not None else stack

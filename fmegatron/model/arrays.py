@@ -23,7 +23,8 @@ class Array:
     dim, each of which its axes split. residual: its products are added to the stream, so its standard deviation is
     divided by the root of the number of such arrays on the way (GPT-2). used: share of it that one token multiplies
     with. kept: axes of the data that still split it when a block uses it (experts). full: no strategy splits it over
-    the data axes, since a rule after the step sets it on every rank (`post_update`).
+    the data axes, since a rule after the step sets it on every rank (`post_update`). wide: it is fp32 or wider at rest
+    and in a step, whatever the dtypes of the model are.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,7 @@ class Array:
     used: float = 1.0
     kept: tuple[str, ...] = ()
     full: bool = False
+    wide: bool = False
 
 
 Arrays: TypeAlias = Array | Mapping[str, "Arrays"]

@@ -22,7 +22,7 @@ from fmegatron.model.determinism import require_samples
 from fmegatron.model.draws import draws_of, dropped
 from fmegatron.model.mtp import predict, with_ahead
 from fmegatron.model.post_updates import loads
-from fmegatron.model.statistics import counted, losses_of, padding_of
+from fmegatron.model.statistics import counted, learned, losses_of, padding_of, without_labels_of_padding
 from fmegatron.model.weights import Weights, adapted_named, embedded
 from fmegatron.nn import weight
 from fmegatron.step import partition
@@ -261,9 +261,9 @@ def token_losses(
 ) -> tuple[Tensor, Beside]:
     """(nll[B, S], what is beside it): minus the log-probability of each label, of which any loss can be made.
 
-    Of this rank's rows and tokens, equal on all ranks of tp, without a mask: a label below 0 counts as token 0, so it
-    is left out by whoever sums. The logits of all tokens are never in memory at once (`Decoder.loss_chunks`).
-    `-nll` is the log-probability of a given token: a preference loss is made of two calls.
+    Of this rank's rows and tokens, equal on all ranks of tp, without a mask: 0 of a label below 0 and of padding, NaN
+    of an id that the vocabulary does not have. The logits of all tokens are never in memory at once
+    (`Decoder.loss_chunks`). `-nll` is the log-probability of a given token: a preference loss is made of two calls.
 
     The arguments are those of `loss`.
     """
@@ -276,11 +276,10 @@ def token_losses(
             )
     layouts, axes = known(params, axes)
     mtp = decoder.mtp
-    batch = with_ahead(batch, mtp, axes)
-    labels_BS = batch["labels"].clamp(min=0)
-    ids = (batch["tokens"],)
+    batch = with_ahead(without_labels_of_padding(batch), mtp, axes)
+    labels_BS, ids = batch["labels"], (batch["tokens"],)
     if mtp is not None:
-        ids += (labels_BS, *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
+        ids += (labels_BS.clamp(min=0), *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
     weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
     at, w = contexts(batch, decoder, axes, samples, key), weights["embed"]["embed"]
     x_BSD, *further = (embed(one, w, at[0], decoder, n) for n, one in enumerate(ids))
@@ -291,7 +290,8 @@ def token_losses(
     parts: dict[str, step.Part] = {}
     if mtp is not None:
         of_blocks += [mtp.block] * mtp.depths
-        ahead_BSN, masks = batch["ahead"], batch.get("ahead_mask")
+        ahead_BSN = batch["ahead"]
+        learned_BSN = learned(ahead_BSN, batch.get("ahead_mask")).to(nll_BS.dtype)
         behind = []
         each = zip(weights.layers(_depths_of(mtp, decoder)), at[1 + decoder.layers :], further, strict=True)
         for layer, one, e_BSD in each:
@@ -299,8 +299,7 @@ def token_losses(
             behind.append(x_BSD)
             statistics += found
         for n, x_n in enumerate(behind):
-            nll_n = _token_losses(x_n, w, here, ahead_BSN[..., n].clamp(min=0), decoder)[0]
-            mask_n = (ahead_BSN[..., n] >= 0 if masks is None else masks[..., n]).to(nll_n.dtype)
+            nll_n, mask_n = _token_losses(x_n, w, here, ahead_BSN[..., n], decoder)[0], learned_BSN[..., n]
             parts[f"mtp_{n + 1}"] = mtp.weight / mtp.depths * step.mean((nll_n * mask_n).sum(), mask_n.sum())
     tokens = batch["tokens"].numel() if here.padding is None else (~here.padding).sum()
     parts |= losses_of(of_blocks, statistics, tokens)
@@ -326,13 +325,13 @@ def loss(
     "sequence_balance", "router_z", means over all tokens, summed over the blocks. Every tp rank has the same totals.
     Metrics: "imbalance", "router_entropy", "overflow", "dropped" of experts, and what `model.post_update` needs.
 
-    A token is learned from where its label is not below 0 and its mask is not 0. Padding is another thing: it is no
-    token for the losses and loads of experts ("padding", or documents below 0).
+    A token is learned from where its label is not below 0 and its mask is not 0. Padding ("padding", or documents below
+    0) is another thing, no token at all: nothing is learned from it, and no expert takes it or counts it.
 
     Args:
         params: as of `hidden`.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
-            [S] or [B, S], "documents" int64 [B, S]: `TokenContext`; "padding" bool [B, S]: what is no token, None:
+            [S] or [B, S], "documents" int64 [B, S]: `TokenContext`; "padding" bool [B, S]: what is no token, beside
             where documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is
             called where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
         decoder: the model.
@@ -348,10 +347,9 @@ def loss(
     """
     how = (axes, save, offload, reshard_after_forward)
     nll_BS, beside = token_losses(params, batch, decoder, *how, samples=samples, key=key)
-    learned_BS = batch["labels"] >= 0
-    if "mask" in batch:
-        mask_BS = batch["mask"].to(nll_BS.dtype) if batch["mask"].is_floating_point() else batch["mask"]
-        learned_BS = learned_BS & mask_BS if mask_BS.dtype == torch.bool else torch.where(learned_BS, mask_BS, 0)
+    mask_BS = batch.get("mask")
+    mask_BS = mask_BS.to(nll_BS.dtype) if mask_BS is not None and mask_BS.is_floating_point() else mask_BS
+    learned_BS = learned(without_labels_of_padding(batch)["labels"], mask_BS)
     count, weight_BS = learned_BS.sum(), learned_BS.to(nll_BS.dtype)
     parts = {"lm": step.mean((nll_BS * weight_BS).sum(), count)}
     if decoder.z_loss:

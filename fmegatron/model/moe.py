@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmegatron import nn, step
-from fmegatron.collectives import Axes, all_gather, axes, enter, psum, reduce_scatter, shard
+from fmegatron import nn, step, tree
+from fmegatron.collectives import all_gather, axes, enter, psum, reduce_scatter, shard
 from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.draws import jittered, noisy
@@ -52,7 +52,8 @@ class MoE(PerToken):
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
     None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
     multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
-    deviation `noise` (`nn.noisy`).
+    deviation `noise` (`nn.noisy`). fp32_router: the router's weights, and their product with the tokens, are fp32 or
+    wider, as DeepSeek has them; rounded to bf16, one token in a hundred takes other experts.
     """
 
     router: nn.Router
@@ -71,6 +72,7 @@ class MoE(PerToken):
     limit: float | None = None
     jitter: float = 0.0
     noise: float = 0.0
+    fp32_router: bool = False
 
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
@@ -104,9 +106,9 @@ class MoE(PerToken):
         fsdp, tp = (None if name in self.ep else name for name in ("fsdp", "tp"))
         down = Array((E, F, dim), (self.ep, tp, fsdp), residual=True, **fixed)
         out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, fsdp, tp), parts, **fixed), "down": down}
-        out["router"] = Array((dim, E))
-        if self.choice_bias:
-            out["choice_bias"] = Array((E,), init=zero, full=True)
+        out["router"] = Array((dim, E), wide=self.fp32_router)
+        if self.choice_bias:  # a step of 0.001 is lost in 16 bits
+            out["choice_bias"] = Array((E,), init=zero, full=True, wide=True)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
             out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)
@@ -147,8 +149,8 @@ class MoE(PerToken):
     def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
         "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
-        router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding counts nowhere
-        but in the room of experts.
+        router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding goes to no
+        chosen expert, takes no room of one and counts nowhere.
 
         Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
         unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
@@ -156,22 +158,23 @@ class MoE(PerToken):
         axes = at.axes
         tp, split, data = axes["tp"], at.splits(u_BSD), axes[axes.data]
         everywhere = axes[(*axes.data, "tp")] if split else data
-        real_BS = None if at.padding is None else ~at.padding
-        if split and real_BS is not None:
-            real_BS = shard(real_BS, tp, 1)
+        padding_BS = shard(at.padding, tp, 1) if split and at.padding is not None else at.padding
+        real_BS = None if padding_BS is None else ~padding_BS
 
         def own(name: str) -> Any:  # every rank has it; with other tokens on each its gradient is a sum
             return nn.entered(w[name], tp) if split else w[name]
 
-        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at), own("router"))
+        wide = torch.promote_types(u_BSD.dtype, torch.float32) if self.fp32_router else u_BSD.dtype
+        router = tree.map(lambda x: x.to(wide), own("router")) if self.fp32_router else own("router")
+        logits_BSE = nn.matmul(jittered(u_BSD, self.jitter, at).to(wide), router)
         if self.biases:
             logits_BSE = logits_BSE + own("router_bias").to(logits_BSE.dtype)
         logits_BSE = noisy(logits_BSE, self.noise, at)
-        routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None)
-        y_BSD, found = self._routed(u_BSD, routing, w, split, axes)
+        routing = self.router(logits_BSE, w["choice_bias"] if self.choice_bias else None).without(padding_BS)
+        y_BSD, found = self._routed(u_BSD, routing, w, split, at)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(u_BSD, w["shared"], at)
-        chosen_E = expert_load(routing.experts, self.router.experts, None, real_BS)
+        chosen_E = expert_load(routing.experts, self.router.experts)
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
         totals = {"entropy": router_entropy(routing.probs, real_BS)}
         if self.balance:
@@ -197,9 +200,10 @@ class MoE(PerToken):
         return parts
 
     def _routed(
-        self, u_BSD: Tensor, routing: Routing, w: Any, split: bool, axes: Axes
+        self, u_BSD: Tensor, routing: Routing, w: Any, split: bool, at: TokenContext
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(what the chosen experts make of the tokens, sums over all ranks of what did not fit)."""
+        axes = at.axes
         tp, cp, ep = axes["tp"], axes.sequence, axes[self.ep]
         data = axes[tuple(name for name in axes.data if name not in cp.names)]
         v_BSD, sequence, token_axes = u_BSD, cp, axes[axes.data]
@@ -224,9 +228,11 @@ class MoE(PerToken):
                     f"MoE.capacity: got {self.capacity} on the mesh {axes.mesh}, which splits sequences, wanted full "
                     "ones, of which a part is dropped; leave capacity out"
                 )
-            S = v_BSD.shape[1]
-            room = min(S, math.ceil(self.capacity * S * self.router.top_k / self.router.experts))
-            y_BSD, found = with_capacity(v_BSD, routing, own, apply, ep, data, room)
+            S, K, E, room_B = v_BSD.shape[1], self.router.top_k, self.router.experts, None
+            most = min(S, math.ceil(self.capacity * S * K / E))
+            if at.padding is not None:
+                room_B = (self.capacity * (~at.padding).sum(1).double() * K / E).ceil().long()
+            y_BSD, found = with_capacity(v_BSD, routing, own, apply, ep, data, most, room_B)
         else:
             again = step.remat if self.chunks > 1 else None
             y_BSD, found = dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)

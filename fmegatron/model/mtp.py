@@ -15,6 +15,7 @@ from torch import Tensor
 from fmegatron import nn
 from fmegatron.collectives import Axes
 from fmegatron.model.arrays import TokenContext
+from fmegatron.model.statistics import learned, without_labels_of_padding
 
 if TYPE_CHECKING:
     from fmegatron.model.decoder import MTP
@@ -46,16 +47,17 @@ def predict(both_BSX: Tensor, w: dict, at: TokenContext, *, block: Callable, mtp
 def ahead(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
     """The batch with "ahead" [B, S, N] int64, for depth n the label n tokens after the label, and "ahead_mask"
     [B, S, N], the weight of each: 0 where the row, or the token's document, has ended, else that of the label there
-    ("mask", or 1; of a label below 0: 0).
+    ("mask", or 1; of a label below 0, and of padding: 0).
 
     Of whole rows: before they are dealt over cp. A loader that knows the tokens behind a row may give both itself.
     """
+    batch = without_labels_of_padding(batch)
     labels_BS, documents_BS = batch["labels"], batch.get("documents")
-    mask_BS = batch.get("mask", labels_BS >= 0)
+    mask_BS = learned(labels_BS, batch.get("mask"))
     mask_BS = mask_BS if mask_BS.is_floating_point() else mask_BS.to(torch.float32)
     found, masks = [], []
     for n in range(1, depths + 1):
-        found.append(F.pad(labels_BS, (0, n))[:, n:])
+        found.append(F.pad(labels_BS, (0, n), value=-100)[:, n:])
         weight_BS = F.pad(mask_BS, (0, n))[:, n:]
         if documents_BS is not None:
             weight_BS = weight_BS * (F.pad(documents_BS, (0, n))[:, n:] == documents_BS)

@@ -130,7 +130,7 @@ def sampling_weights(params: dict, decoder: Decoder, layouts: dict, axes: Axes) 
         for depth, layer in zip(stack.depths, unstack(params[name]), strict=True):
             layers[depth], of_layers[depth], arrays[depth] = layer, layout, stack.arrays
     outer, of_outer = ({k: v for k, v in all_.items() if k not in decoder.stacks} for all_ in (params, layouts))
-    if any(array.kept for array in tree.leaves(arrays)):
+    if any(array.kept or array.wide for array in tree.leaves(arrays)):
         blocks = [block_weights(*one, decoder, axes) for one in zip(layers, arrays, of_layers, strict=True)]
         return {**gather_weights(outer, of_outer, decoder, axes), "blocks": blocks}
     return gather_weights({**outer, "blocks": layers}, {**of_outer, "blocks": of_layers}, decoder, axes)

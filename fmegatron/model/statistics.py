@@ -12,14 +12,33 @@ from torch import Tensor
 from fmegatron import step
 from fmegatron.model.decoder import Block
 
-__all__ = ["counted", "losses_of", "padding_of"]
+__all__ = ["counted", "learned", "losses_of", "padding_of", "without_labels_of_padding"]
 
 
 def padding_of(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """bool [B, S], where a batch has no token: its "padding", or where its documents are below 0; None: nowhere."""
-    if "padding" in batch or "documents" not in batch:
-        return batch.get("padding")
-    return batch["documents"] < 0
+    """bool [B, S], where a batch has no token: its "padding", and where its documents are below 0; None: nowhere."""
+    padding_BS, documents_BS = batch.get("padding"), batch.get("documents")
+    if padding_BS is not None and padding_BS.dtype != torch.bool:
+        raise ValueError(f"batch['padding']: got {padding_BS.dtype}, wanted bool, True where there is no token")
+    if documents_BS is None:
+        return padding_BS
+    return documents_BS < 0 if padding_BS is None else padding_BS | (documents_BS < 0)
+
+
+def without_labels_of_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with labels of -100 where it has no token, so that nothing depends on what stands there."""
+    padding_BS = padding_of(batch)
+    if padding_BS is None:
+        return dict(batch)
+    return {**batch, "labels": torch.where(padding_BS, -100, batch["labels"])}
+
+
+def learned(labels: Tensor, mask: Tensor | None) -> Tensor:
+    """By how much each token is learned from: its mask, or 1; 0 where its label is below 0. Bool where the mask is."""
+    known = labels >= 0
+    if mask is None or mask.dtype == torch.bool:
+        return known if mask is None else known & mask
+    return torch.where(known, mask, 0)
 
 
 def losses_of(

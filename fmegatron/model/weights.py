@@ -34,13 +34,17 @@ def gather_weights(shards, layouts, decoder: Decoder, axes: Axes, reshard_after_
 def block_weights(
     shards: dict, arrays: dict, layouts: dict, decoder: Decoder, axes: Axes, reshard_after_forward: bool = True
 ) -> dict:
-    """`gather_weights` of one block; what its arrays keep split is another collective."""
+    """`gather_weights` of one block; what its arrays keep split is another collective, wide ones travel as they are."""
     _, of_arrays, spec = structure.flatten(arrays)
     kept = [array.kept for array in of_arrays]
-    if not any(kept):
+    if not any(array.kept or array.wide for array in of_arrays):
         return gather_weights(shards, layouts, decoder, axes, reshard_after_forward)
     given: tuple[Any, ...] = (shards, layouts, decoder.policy.wires(layouts))
     leaves, of_leaves, wires = (spec.flatten_up_to(each) for each in given)  # nodes where a weight is one
+    for i, array in enumerate(of_arrays):
+        if array.wide:
+            leaves[i] = tree.map(_without_scale, leaves[i], is_leaf=_is_scaled)
+            wires[i] = tree.map(lambda _: decoder.policy.vector, wires[i])
     for names in dict.fromkeys(kept):
         mine = [i for i, own in enumerate(kept) if own == names]
         axis = axes[tuple(name for name in axes.data if name not in names)]
@@ -49,6 +53,14 @@ def block_weights(
         for i, leaf in zip(mine, found, strict=True):
             leaves[i] = leaf
     return structure.unflatten(spec, leaves)
+
+
+def _is_scaled(x: Any) -> bool:
+    return isinstance(x, scaled.Scaled)
+
+
+def _without_scale(x: Any) -> Tensor:
+    return x.value if _is_scaled(x) else x
 
 
 @contextlib.contextmanager
@@ -150,7 +162,7 @@ def embedded(tokens_BS: Tensor, w: dict, positions: Tensor, decoder: Decoder, ax
     Raises ValueError for a sequence that tp does not divide.
     """
     tp = axes["tp"]
-    x_BSD = nn.embed(tokens_BS, w["table"], tp, split)
+    x_BSD = nn.embed(tokens_BS, w["table"], tp, split, decoder.vocab_size)
     if decoder.embed_scale != 1.0:
         x_BSD = x_BSD * x_BSD.new_full((), decoder.embed_scale)
     if not decoder.positions:

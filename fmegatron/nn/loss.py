@@ -21,9 +21,10 @@ def cross_entropy(
     are fp32, or fp64 for fp64 logits. z-loss is `coefficient * lse**2` (PaLM, arXiv 2204.02311, section 5), plain
     arithmetic on the second result; it costs nothing in the backward. Columns at or beyond `vocab_size` (global count;
     padding) are masked: they get no probability and no gradient.
+    Labels below 0 are none: nll is 0 and has no gradient. Of a label at or beyond the vocabulary nll and gradient are
+    NaN, on every mesh. Mask other tokens by weighting nll.
     Transpose: dlogits = softmax * (dnll + dlse) - onehot(label) * dnll, local to each rank, written once in the
-    logits' dtype. Only logits, labels and lse are kept. Mask tokens by weighting nll; a label outside the vocabulary
-    is the caller's error (tp > 1 reads logit 0 for it, tp = 1 fails in the gather).
+    logits' dtype. Only logits, labels and lse are kept.
     """
     return _CrossEntropy.apply(logits_BSV, labels_BS, tp, vocab_size)
 
@@ -35,6 +36,11 @@ def _real_columns(logits: Tensor, tp: axes.Axis, vocab_size: int | None) -> Tens
         return None
     columns_V = torch.arange(columns, device=logits.device)
     return (columns_V if tp.size == 1 else columns_V + axis_index(tp, like=columns_V) * columns) < vocab_size
+
+
+def _counted(x_BS: Tensor, labels_BS: Tensor, vocabulary: int) -> Tensor:
+    """x, but 0 for labels below 0 and NaN for those beyond the vocabulary: of tokens' losses and of their gradients."""
+    return torch.where(labels_BS < 0, 0.0, torch.where(labels_BS < vocabulary, x_BS, torch.nan))
 
 
 def _wide(logits: Tensor, real_V: Tensor | None) -> Tensor:
@@ -53,30 +59,28 @@ class _CrossEntropy(torch.autograd.Function):
         top = pmax(z.amax(-1), tp)
         total = (z - top[..., None]).exp().sum(-1)  # partial over tp
         ids = local_ids(labels, logits.shape[-1], tp)
-        if tp.size == 1:
-            label = logits.gather(-1, ids[..., None]).squeeze(-1).to(z.dtype)
-        else:
+        label = logits.gather(-1, ids.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1).to(z.dtype)
+        if tp.size > 1:
             own = (ids >= 0) & (ids < logits.shape[-1])
-            label = logits.gather(-1, ids.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1).to(z.dtype)
             label = ops.declare(
                 label * own.to(z.dtype), tp, forward="partial"
             )  # its owner adds the logit, the others zero
             total, label = psum(torch.stack((total, label)), tp).unbind(0)
         lse = top + total.log()
-        ctx.save_for_backward(logits, ids, lse)
+        ctx.save_for_backward(logits, labels, lse)
         ctx.tp, ctx.vocab_size = tp, vocab_size
-        return lse - label, lse
+        return _counted(lse - label, labels, vocab_size or logits.shape[-1] * tp.size), lse
 
     @staticmethod
     def backward(ctx, dnll, dlse):
-        logits, ids, lse = ctx.saved_tensors
-        real = _real_columns(logits, ctx.tp, ctx.vocab_size)
+        logits, labels, lse = ctx.saved_tensors
+        real, ids = _real_columns(logits, ctx.tp, ctx.vocab_size), local_ids(labels, logits.shape[-1], ctx.tp)
+        vocabulary = ctx.vocab_size or logits.shape[-1] * ctx.tp.size
+        dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary)
+        both = dnll if dlse is None else dnll + dlse
         softmax = (_wide(logits, real) - lse[..., None]).exp()
-        both = dnll if dlse is None else dlse if dnll is None else dnll + dlse
-        grad = softmax * both[..., None]
-        if dnll is not None:
-            columns = torch.arange(logits.shape[-1], device=logits.device)
-            grad = grad - torch.where(columns == ids[..., None], dnll[..., None], 0.0)
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        grad = softmax * both[..., None] - torch.where(columns == ids[..., None], dnll[..., None], 0.0)
         return ops.declare(grad.to(logits.dtype), ctx.tp, forward=("sharded", logits.dim() - 1)), None, None, None
 
 
@@ -152,17 +156,19 @@ class _Chunked(torch.autograd.Function):
             label = torch.where(own, label, 0.0)  # its owner adds the logit, the others zero
             total, label = psum(ops.declare(torch.stack((total, label)), tp, forward="partial"), tp).unbind(0)
         lse = top + total.log()
-        ctx.save_for_backward(x, head, ids, lse)
+        ctx.save_for_backward(x, head, labels, lse)
         ctx.given = tp, vocab_size, chunks, cap
-        return lse - label, lse
+        return _counted(lse - label, labels, vocab_size or columns * tp.size), lse
 
     @staticmethod
     def backward(ctx, dnll, dlse):
-        (x, head, ids, lse), (tp, vocab_size, chunks, cap) = ctx.saved_tensors, ctx.given
+        (x, head, labels, lse), (tp, vocab_size, chunks, cap) = ctx.saved_tensors, ctx.given
         real, columns = _real_columns(head, tp, vocab_size), torch.arange(head.shape[1], device=head.device)
-        dnll = torch.zeros_like(lse) if dnll is None else dnll
+        ids = local_ids(labels, head.shape[1], tp)
+        dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocab_size or len(columns) * tp.size)
         both = dnll if dlse is None else dnll + dlse
-        dx, dhead = [], torch.zeros_like(head)
+        # A sum of many chunks in 16 bits loses more with each of them.
+        dx, dhead = [], head.new_zeros(head.shape, dtype=torch.promote_types(head.dtype, torch.float32))
         each = zip(*(_parts(t, chunks) for t in (x, ids, lse, dnll, both)), strict=True)
         for x_BSD, ids_BS, lse_BS, dnll_BS, both_BS in each:
             y_BSV = _capped(x_BSD @ head, cap)
@@ -173,7 +179,7 @@ class _Chunked(torch.autograd.Function):
             g_BSV = ops.declare(g_BSV.to(head.dtype), tp, forward=("sharded", 2))
             dx.append(g_BSV @ head.t())
             dhead = dhead + x_BSD.flatten(0, 1).t() @ g_BSV.flatten(0, 1)
-        return _joined(dx, x.shape), dhead, None, None, None, None, None
+        return _joined(dx, x.shape), dhead.to(head.dtype), None, None, None, None, None
 
 
 def _parts(x: Tensor, chunks: int) -> list[Tensor]:

@@ -232,6 +232,7 @@ def with_capacity(
     ep: axes.Axis,
     data: axes.Axis,
     capacity: int,
+    room_B: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """As `dropless`, but an expert takes at most `capacity` tokens of a sequence, those with the largest gates.
 
@@ -246,6 +247,7 @@ def with_capacity(
         ep: the axis that holds experts, made of axes of data.
         data: over which the batch is split.
         capacity: tokens of a sequence that an expert takes, such as ceil(1.25 S K / E); at most S.
+        room_B: int64, the same of sequences of which a part is padding; None: capacity, of all.
 
     Raises ValueError as `dropless`, and for a capacity that is not from 1 to S.
     """
@@ -260,6 +262,9 @@ def with_capacity(
     rank_BSE = torch.where(hot_BSKE.any(2), gates_BSE.detach(), -torch.inf)
     best_BCE, token_BCE = rank_BSE.topk(C, 1)
     taken_BCE = best_BCE >= 0
+    if room_B is not None:
+        place_C = torch.arange(C, device=x_BSD.device)
+        taken_BCE = taken_BCE & (place_C < declare(room_B, data, "own", 0)[:, None])[..., None]
     gates_ER = torch.where(taken_BCE, gates_BSE.gather(1, token_BCE), 0).permute(2, 0, 1).flatten(1)
     token_BCE = token_BCE + S * torch.arange(B, device=x_BSD.device)[:, None, None]
     token_F = token_BCE.permute(2, 0, 1).flatten()
@@ -270,7 +275,7 @@ def with_capacity(
     back_ERD = all_to_all(y_MD.view(experts // n, -1, D), ep, 1, 0)
     gated_FD = (back_ERD * gates_ER[..., None].to(back_ERD.dtype)).flatten(0, 1)
     y_BSD = gated_FD.new_zeros(B * S, D).index_add(0, token_F, gated_FD).view(B, S, D)
-    dropped = experts_BSK.numel() - taken_BCE.sum()
+    dropped = (experts_BSK >= 0).sum() - taken_BCE.sum()
     return declare(y_BSD, data, ("sharded", 0)), {"dropped": declare(dropped, data, "partial")}
 
 

@@ -26,12 +26,18 @@ class Routing(NamedTuple):
     """What a router decides.
 
     gates: [T, K], fp32 or wider, what the result of each chosen expert is multiplied by. experts: [T, K], int64,
-    sorted by falling score. probs: [T, E], the scores divided by their sum, for losses and statistics.
+    sorted by falling score; -1: none. probs: [T, E], the scores divided by their sum, for losses and statistics.
     """
 
     gates: Tensor
     experts: Tensor
     probs: Tensor
+
+    def without(self, padding_T: Tensor | None) -> Routing:
+        """The same, but padding goes to no expert, takes no room of one and is counted nowhere. None: there is none."""
+        if padding_T is None:
+            return self
+        return self._replace(experts=torch.where(padding_T[..., None], -1, self.experts))
 
 
 @dataclass(frozen=True)
@@ -126,14 +132,13 @@ def noisy(logits_TE: Tensor, std: float, *, key: int, count: Tensor, layout: Lay
 
 
 # ---- load and losses -------------------------------------------------------------------------------------------------
-def expert_load(experts_TK: Tensor, experts: int, dims: int | None = None, real_T: Tensor | None = None) -> Tensor:
-    """`experts[..., K] -> counts[E]`, int64: how often this rank's tokens chose each.
+def expert_load(experts_TK: Tensor, experts: int, dims: int | None = None) -> Tensor:
+    """`experts[..., K] -> counts[E]`, int64: how often this rank's tokens chose each; padding chose none.
 
     Of tokens that ranks share, a pending sum: psum over their axes makes it the load of all.
-    dims: keep so many leading dims. real_T: bool, which tokens count; None: all.
+    dims: keep so many leading dims.
     """
     chosen = experts_TK[..., None] == torch.arange(experts, device=experts_TK.device)
-    chosen = chosen if real_T is None else chosen & real_T[..., None, None]
     return chosen.sum(list(range(dims or 0, chosen.dim() - 1)))
 
 
@@ -155,12 +160,12 @@ def sequence_balance_loss(
 
     Args:
         probs_BSE: of this rank's tokens.
-        experts_BSK: that they chose.
+        experts_BSK: that they chose; padding chose none (`Routing.without`).
         sequence: the axis over which the sequences are split; size 1 where each rank has full ones.
         real_BS: bool, which tokens count; None: all.
     """
     E, K = probs_BSE.shape[-1], experts_BSK.shape[-1]
-    load_BE, S = psum(expert_load(experts_BSK, E, 1, real_BS), sequence), probs_BSE.shape[1] * sequence.size
+    load_BE, S = psum(expert_load(experts_BSK, E, 1), sequence), probs_BSE.shape[1] * sequence.size
     chosen = S * K if real_BS is None else K * psum(real_BS.sum(1, keepdim=True), sequence).clamp(min=1)
     share_BE = load_BE.to(probs_BSE.dtype) / chosen
     return E * (share_BE * _of_real(probs_BSE, real_BS).sum(1)).sum()

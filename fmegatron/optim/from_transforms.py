@@ -26,6 +26,11 @@ def no_loss_scale(state: structure.Tree) -> None:
     del state
 
 
+def always(before: structure.Tree, after: structure.Tree) -> None:
+    """None: no update is refused."""
+    del before, after
+
+
 class Update(Protocol):
     """The signature of every optimizer's update."""
 
@@ -51,6 +56,8 @@ class Optimizer(NamedTuple):
     its place) and come back from `update` as the tensors that they were.
     loss_scale(state): the 0-d factor by which the loss is to be multiplied before the backward pass, and out of which
     the gradients are taken before `update`; None for none.
+    applied(before, after): whether the update between these two states was applied, a 0-d bool; None where none is ever
+    refused.
     text: the call that made it, which is its repr.
 
     `optimizer(...)` makes one of transforms. A wrapper replaces what it changes and keeps the rest:
@@ -61,6 +68,7 @@ class Optimizer(NamedTuple):
     update: Update
     trains: Callable[[str], bool] = every_path
     loss_scale: Callable[[structure.Tree], torch.Tensor | None] = no_loss_scale
+    applied: Callable[[structure.Tree, structure.Tree], torch.Tensor | None] = always
     text: str = ""
 
     def __repr__(self) -> str:

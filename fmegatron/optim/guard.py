@@ -111,4 +111,8 @@ def skip_nonfinite(
     def factor(state: structure.Tree) -> torch.Tensor | None:
         return opt.loss_scale(state["opt"]) if loss_scale is None else state["loss_scale"]["factor"]
 
-    return opt._replace(init=init, update=update, loss_scale=factor)
+    def applied(before: structure.Tree, after: structure.Tree) -> torch.Tensor:
+        own, inner = after["skipped"] == before["skipped"], opt.applied(before["opt"], after["opt"])
+        return own if inner is None else own & inner
+
+    return opt._replace(init=init, update=update, loss_scale=factor, applied=applied)

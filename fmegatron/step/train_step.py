@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.collectives import Axes, Precision, random_words
+from fmegatron.collectives import Axes, Precision, psum, random_words
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.optim import clipping
@@ -47,7 +47,7 @@ def build_train_step(
             such parts, `{"lm": mean(...), "z": 1e-4 * mean(...)}`: sums over this rank's rows, which the step adds up
             over ranks and microbatches and divides once. Or it is a 0-d tensor, this rank's part, so that its plain sum
             over the data axes is the loss. Metrics are 0-d tensors that are equal on all ranks, or beside parts means
-            too. They gain "grad_norm" (before clipping; NaN where a loss of parts is not finite), and of parts "loss",
+            too. They gain "grad_norm" (before clipping; NaN where the loss is not finite), and of parts "loss",
             the mean of each by its name, and "NAME/count".
         optimizer: a pair of pure functions (`optim`).
         layouts: of the parameters at rest, or their specs, which know the strategy.
@@ -69,7 +69,8 @@ def build_train_step(
         clip_norm: the largest global gradient norm, None for no clipping.
         post_update: post_update(params, metrics) -> (params, metrics): what no gradient decides, such as the biases
             that balance experts (`model.post_update`); after the update, with the metrics of the full batch. Where the
-            norm of the gradients is not finite it changes no parameter.
+            norm of the gradients is not finite, and where the optimizer refuses the update (`optim.skip_nonfinite`),
+            it changes no parameter.
         bucket_bytes: bytes of the largest leaf that shares a collective with others; a larger one is
             a bucket by itself.
 
@@ -137,8 +138,9 @@ def build_train_step(
             grads = tree.map(lambda g: _unscaled(g, scale), grads)
         grads = known_as(grads, trained_at.optim)
         norm = optim.global_norm(grads)
-        if whole:  # a loss that is not finite makes an update bad, whatever its gradients are
-            norm = torch.where(loss.isfinite(), norm, torch.nan)
+        # A loss that is not finite makes an update bad, whatever its gradients are.
+        loss = loss if whole else psum(loss, axes[axes.data])
+        norm = torch.where(loss.isfinite(), norm, torch.nan)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
         there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), bucket_bytes)
         params = tree.merge(known_as(there, trained_at.optim), frozen)
@@ -147,9 +149,9 @@ def build_train_step(
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), bucket_bytes), frozen)
         if post_update is not None:
             after, metrics = post_update(params, metrics)
-            params = tree.map(
-                lambda new, old: new if new is old else torch.where(norm.isfinite(), new, old), after, params
-            )
+            moves, applied = norm.isfinite(), optimizer.applied(state.opt, opt)
+            moves = moves if applied is None else moves & applied
+            params = tree.map(lambda new, old: new if new is old else torch.where(moves, new, old), after, params)
         return lying_as(State(state.step + 1, params, opt), state), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)

@@ -143,7 +143,7 @@ def test_every_rank_and_step_has_the_entries_of_all_parts():
     layout = blend.layout(Mesh(dp=2))
     for step in range(6):
         ranks = [blend.for_rank(layout, rank).at(step) for rank in range(2)]
-        assert {tuple(sorted(batch)) for batch in (blend.at(step), *ranks)} == {("labels", "mask", "tokens")}
+        assert {tuple(sorted(batch)) for batch in (blend.at(step), *ranks)} == {("labels", "mask", "padding", "tokens")}
         assert torch.equal(torch.cat([batch["mask"] for batch in ranks]), blend.at(step)["mask"])
 
 

@@ -36,7 +36,8 @@ def test_each_item_once_an_epoch_on_any_mesh():
 def test_items_may_be_mappings():
     items = [{"tokens": [1, 2, 3], "mask": [False, True, True], "text": "abc"}] * 2
     batch = SourceBatches(items, 1, 5, 0).at(0)
-    assert batch.keys() == {"tokens", "labels", "mask"}
+    assert batch.keys() == {"tokens", "labels", "mask", "padding"}
+    assert batch["padding"].tolist() == [[False, False, False, True, True]]
     assert batch["tokens"].tolist() == [[1, 2, 3, 0, 0]] and batch["labels"].tolist() == [[2, 3, 0, 0, 0]]
     assert batch["mask"].tolist() == [[False, True, False, False, False]]
     items = [{"tokens": np.array([7, 8]), "labels": [8, 9], "positions": [4, 5]}]
@@ -243,7 +244,7 @@ def test_a_resume_on_other_data_names_what_differs(tmp_path):
         (lambda: SourceBatches([[1, 2, -100]], 1, 8, 0).at(0), "item 0: got -100 in 'tokens', wanted ids"),
         (
             lambda: SourceBatches([{"tokens": [1, 2], "a": [1, 2]}, {"tokens": [1]}], 2, 8, 0, shuffle=False).at(0),
-            "item 1: got the fields labels, mask, tokens, wanted those of item 0, a, labels, mask, tokens",
+            "item 1: got the fields labels, mask, padding, tokens, wanted .* item 0, a, labels, mask, padding, tokens",
         ),
         (lambda: Mapped(COUNTING, len), "wanted Batches"),
         (lambda: Mapped(Batches(COUNTING, 4, 8, 0).after(9, 2), len), r"got batches with after\(...\), wanted"),

@@ -110,7 +110,7 @@ def test_logits_and_generation_do_without():
 def test_ahead_ends_with_rows_documents_and_masks():
     labels, documents = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 0, 1, 1]])
     found = ahead_of_model({"labels": labels, "documents": documents, "mask": torch.tensor([[1, 0, 1, 1, 1]])}, 2)
-    assert found["ahead"][0].T.tolist() == [[2, 3, 4, 5, 0], [3, 4, 5, 0, 0]]
+    assert found["ahead"][0].T.tolist() == [[2, 3, 4, 5, -100], [3, 4, 5, -100, -100]]
     assert found["ahead_mask"][0].T.tolist() == [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0]]
 
 

@@ -119,7 +119,7 @@ def _read(
         "max_seq": keys.take("max_position_embeddings"),
         "attention": attention,
         "mlp": MLP(keys.take("intermediate_size")),
-        "moe": MoE(router, moe_dim, MLP(shared * moe_dim) if shared else None, choice_bias),
+        "moe": MoE(router, moe_dim, MLP(shared * moe_dim) if shared else None, choice_bias, fp32_router=True),
         "dense_layers": keys.take("first_k_dense_replace", 0, absent=dense),
         "norm_eps": eps,
         "tied": keys.take("tie_word_embeddings", False),
