@@ -7,7 +7,7 @@ before the first backward. In the second the sums are inputs; that is the node, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.step.gradient import Gradient
+from fmegatron.step.graph.memory import memory_of, memory_written
 from fmegatron.step.graph.nodes import storage_of, user_line
 from fmegatron.step.opaque import Entry, Replay, inline_layers
+from fmegatron.step.parts import weight_differs
 from fmegatron.step.torch_private import graph_module_of, opname, outside_of_tracing
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree import labels
@@ -40,6 +42,7 @@ class OneNode:
         kinds = [{"before": _BEFORE, "sums": _SUMS}.get(path.partition("/")[0], _REST) for path in traced.out_paths]
         self.places = [[i for i, kind in enumerate(kinds) if kind == wanted] for wanted in range(3)]
         early, sums, rest = self.places
+        _require_same_weights(who, traced)
         if not sums:
             self.entry = Entry.make(name, root, traced.fakes, traced.fake_mode)
             return
@@ -97,12 +100,13 @@ def _needed(graph: fx.Graph, outputs: Sequence[int], given: Sequence[int] = ()) 
     sums: dict[fx.Node, int] = {}
     for i in given:
         sums[_behind(outs[i], ("detach",))] = i  # `trace` detaches outputs
-    needed, todo = set(), [outs[i] for i in outputs]
+    made_of, ends = _made_of(graph)
+    needed, todo = set(), [node for i in outputs for node in ends[outs[i]]]
     while todo:
         node = todo.pop()
         if node not in needed and node not in sums:
             needed.add(node)
-            todo += node.all_input_nodes
+            todo += made_of[node]
     copy, copied = fx.Graph(graph.owning_module), {}
     for node in graph.find_nodes(op="placeholder"):
         copied[node] = copy.node_copy(node)
@@ -117,20 +121,52 @@ def _needed(graph: fx.Graph, outputs: Sequence[int], given: Sequence[int] = ()) 
     return copy
 
 
-def _reached(graph: fx.Graph, traced: Traced) -> dict[str, tuple[str, str]]:
-    """{path of a count: (path of a parameter that it depends on, line)}; empty where the batch decides all."""
+def _made_of(graph: fx.Graph) -> tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, list[fx.Node]]]:
+    """(what each node is made of: its inputs and what has written into their memory before it, as in `count[0] = n`;
+    what each one returned is: itself and all that has written into its memory)."""
+    memory, made_of = memory_of(graph.nodes), {}
+    writers: dict[Hashable, list[fx.Node]] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        made_of[node] = [*inputs, *(w for x in inputs for w in writers.get(memory[x], ()))]
+        for written in memory_written(node, memory):
+            writers.setdefault(written, []).append(node)
+    returned = graph.output_node().all_input_nodes
+    return made_of, {node: [node, *writers.get(memory[node], ())] for node in returned}
+
+
+def _reached(graph: fx.Graph, traced: Traced, wanted: str = "before/", of: str = "0") -> dict[str, tuple[str, str]]:
+    """{path of an output: (path of an input that it depends on, line)}, of outputs and inputs whose paths begin so: of
+    the counts that depend on a parameter; empty where the batch decides all."""
     inputs = dict(zip(graph.find_nodes(op="placeholder"), traced.in_paths, strict=True))
-    above = {node: path.partition("/")[2] for node, path in inputs.items() if path.split("/")[0] == "0"}
-    for node in graph.nodes:  # the first parameter above each
-        found = next((above[a] for a in node.all_input_nodes if a in above), None)
+    above = {node: path.partition("/")[2] for node, path in inputs.items() if path.split("/")[0] == of}
+    made_of, ends = _made_of(graph)
+    for node in graph.nodes:  # the first input above each
+        found = next((above[a] for a in made_of[node] if a in above), None)
         if found is not None:
             above.setdefault(node, found)
     outputs: Any = graph.output_node().args[0]
-    return {
-        path: (above[node], user_line(_behind(node, _CASTS).meta.get("at", "?")))
-        for path, node in zip(traced.out_paths, outputs, strict=True)
-        if path.startswith("before/") and node in above
-    }
+    reached = {}
+    for path, node in zip(traced.out_paths, outputs, strict=True):
+        leaf = next((above[end] for end in ends[node] if end in above), None)
+        if leaf is not None and path.startswith(wanted):
+            reached[path] = leaf, user_line(_behind(node, _CASTS).meta.get("at", "?"))
+    return reached
+
+
+def _require_same_weights(who: str, traced: Traced) -> None:
+    """ValueError for a weight that depends on the batch, of which each microbatch has other rows."""
+    graph, found = traced.graph_module.graph, {}
+    for flat in (False, True):  # as for counts: a layer's outputs are looked at apart only where that matters
+        found = _reached(inline_layers(graph) if flat else graph, traced, _WEIGHTS, "1")
+        if not found:
+            return
+    path, (leaf, line) = next(iter(found.items()))
+    name = path.removeprefix(_WEIGHTS).rpartition("/")[0]
+    raise weight_differs(who, f"part {name!r}: got a weight (at {line}) that depends on {leaf!r} of the batch")
+
+
+_WEIGHTS = "shown/factors/"
 
 
 _CASTS = ("detach", "_to_copy", "convert_element_type")

@@ -108,8 +108,9 @@ class LossFn:
 
     def before(self, params, args: tuple) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, str]]:
         """`Gradient.before` and `Gradient.lines` by a forward pass alone."""
-        with torch.no_grad():
-            _, parts, _ = self._read(self.loss_fn(params, *args))
+        # Of two means that are multiplied the one with a gradient is the part: without history none would have one.
+        with torch.enable_grad():
+            _, parts, _ = self._read(self.loss_fn(self._leaves_of(params), *args))
             if parts is None:
                 return {}, {}
             axes = self.axes_of(params)
@@ -140,19 +141,25 @@ class LossFn:
             call.returned = self.loss_fn(call.params, *args, **named)
         return call.gradient
 
+    def _leaves_of(self, params) -> structure.Tree:
+        """The parameters as leaves of autograd's graph, in the dtype of their gradients; they know their layouts."""
+        paths, leaves, spec = structure.flatten(params)
+        self._require_leaves(params, paths, leaves)
+
+        def one(leaf: torch.Tensor) -> torch.Tensor:
+            own = (leaf if self.dtype is None else widened(leaf, self.dtype)).detach().requires_grad_()
+            return labels.alike(own, leaf)
+
+        return structure.unflatten(spec, list(map(one, leaves)))
+
     @contextlib.contextmanager
     def differentiated(self, params, scale=None, sums: dict | None = None) -> Iterator[Call]:
         """Context of one call, whose gradient is taken at its end. scale: multiplies what is differentiated. sums: of
         the whole batch; None: of these rows on all ranks, which is right where they are the batch."""
-        paths, leaves, spec = structure.flatten(params)
-        self._require_leaves(params, paths, leaves)
+        call = Call()
+        call.params = self._leaves_of(params)
+        _, leaves, spec = structure.flatten(call.params)
         known = [tree.layout_of(leaf) for leaf in leaves]
-        leaves = [
-            (leaf if self.dtype is None else widened(leaf, self.dtype)).detach().requires_grad_() for leaf in leaves
-        ]
-        known = [layout and layout.replace(dtype=leaf.dtype) for leaf, layout in zip(leaves, known, strict=True)]
-        leaves, call = list(map(_knowing, leaves, known)), Call()
-        call.params = structure.unflatten(spec, leaves)
         with torch.enable_grad():
             yield call
             loss, parts, aux = self._read(call.returned)

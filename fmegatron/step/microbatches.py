@@ -15,7 +15,7 @@ from fmegatron.step.cut import OneNode
 from fmegatron.step.gradient import Gradient, LossFn
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.output_buffers import barrier
-from fmegatron.step.parts import finished, summed
+from fmegatron.step.parts import finished, require_same, summed
 from fmegatron.step.reduce import widened
 from fmegatron.step.signature import require_constants, signature_of
 from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_tracing
@@ -72,7 +72,8 @@ def accumulate(
     before the first, by the part of its graph that makes them (`step.cut`). Outside of jit a loss of parts runs its
     forward passes twice.
     Raises ValueError when dim 0 does not divide by n; for a batch without tensors or without rows; inside jit, naming
-    it, for a count that depends on parameters, unless twice; for a weight that aux does not have, or that is not one
+    it, for a count that depends on parameters, unless twice; for a weight of a part that is not the same for all
+    microbatches (inside jit: that depends on the batch); for a weight that aux does not have, or that is not one
     number; and, naming the metric, where n microbatches cannot give what one does: a 0-d bool, a shape that depends on
     the number of rows in another way, a Python number that depends on data.
     """
@@ -130,6 +131,8 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
         ]
         aux = structure.unflatten(metrics[0][2], leaves)
         if shown := [one.shown for one in found if one.shown]:
+            if not is_tracing():
+                require_same(described(of.loss_fn), shown)
             loss, means = finished(shown, sums, of.axes_of(params))
             return loss, {**means, **aux}, total, True
         loss = _combined("mean", [one.loss for one in found], weights, count, dtype)

@@ -35,8 +35,10 @@ __all__ = [
     "means",
     "parts_of",
     "require_names",
+    "require_same",
     "summed",
     "terms",
+    "weight_differs",
 ]
 
 
@@ -48,8 +50,9 @@ class Part:
     total: a sum over this rank's rows of this microbatch; floating, 0-d, or of the shape of a Part among the weights.
     count: what the sum of the totals is divided by; a 0-d tensor of these rows, or a number that is equal on all ranks
     and for all microbatches. weights: factors: numbers, 0-d tensors that are equal on all ranks and for all
-    microbatches (a schedule), and Parts, of which the mean over the whole batch is meant, without gradient. over: the
-    axes along which total and count are still to be summed; None: all data axes.
+    microbatches (a schedule; several microbatches refuse one of the batch), and Parts, of which the mean over the whole
+    batch is meant, without gradient. over: the axes along which total and count are still to be summed; None: all data
+    axes.
     """
 
     total: Tensor
@@ -204,22 +207,24 @@ class Shown(NamedTuple):
     """Of one microbatch, what is added up to be shown: a tree, as a trace returns it.
 
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
-    factors: {name: product of the weights that are no Parts}. counts: {name: count of the whole batch}, of the parts
-    and metrics whose count is a number. dtypes: of the means. lines: `lines_of`.
+    factors: {name: the weights that are no Parts}. counts: {name: count of the whole batch}, where it is a number, of
+    parts, of metrics and of the means among weights. dtypes: of the means. lines: `lines_of`. made_at: {name: the line
+    that made it}, for errors.
     """
 
     totals: dict[str, dict[str, Tensor]]
-    factors: dict[str, Any]
+    factors: dict[str, list[Any]]
     counts: dict[str, float]
     dtypes: dict[str, torch.dtype]
     lines: dict[str, str]
+    made_at: dict[str, str]
 
 
 def terms(
     parts: Mapping[str, Part], metrics: Mapping[str, Part], sums: Mapping[str, Tensor], axes: Axes, n: int
 ) -> tuple[Tensor, Shown]:
     """(this rank's share of the loss, differentiable, a pending sum; what is shown) of one of n microbatches."""
-    loss, shown = None, Shown({}, {}, {}, {}, lines_of([*parts.values(), *metrics.values()], axes))
+    loss, shown = None, Shown({}, {}, {}, {}, lines_of([*parts.values(), *metrics.values()], axes), {})
     for name, part in parts.items():
         total = _as_terms(part, _total(name, part, sums, axes, n), axes)
         count = _count(f"{name}/count", part, sums, axes, n)
@@ -227,8 +232,11 @@ def terms(
         share = functools.reduce(operator.mul, numbers, _inverse(count))
         term = total * (share.to(total.dtype) if isinstance(share, Tensor) else share)
         loss = term if loss is None else loss + term
-        factor = functools.reduce(operator.mul, numbers, 1.0)
-        shown.factors[name] = factor.detach() if isinstance(factor, Tensor) else factor
+        shown.factors[name] = [w.detach() if isinstance(w, Tensor) else w for w in numbers]
+        for i, weight in enumerate(part.weights):
+            if isinstance(weight, Part) and not isinstance(weight.count, Tensor):
+                key = f"{name}/count of weight {i}"
+                shown.counts[key], shown.made_at[key] = _count(key, weight, sums, axes, n), weight.line
         _note(shown, "part", name, total, part, axes, count)
     for name, part in metrics.items():
         _require_simple(f"metric {name!r}", part)
@@ -249,7 +257,7 @@ def _note(shown: Shown, kind: str, name: str, total: Tensor, part: Part, axes: A
         ranks = _over(part, axes).axis.size
         shown_total, count = shown_total * ranks, count * ranks
     shown.totals.setdefault(_over(part, axes).key, {})[f"{kind} {name}"] = shown_total
-    shown.dtypes[name] = total.dtype
+    shown.dtypes[name], shown.made_at[name] = total.dtype, part.line
     if not isinstance(count, Tensor):
         shown.counts[name] = count
 
@@ -272,10 +280,46 @@ def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> 
         means[name] = torch.where(alive, quotient, torch.nan).to(first.dtypes[name])
         if kind == "part":
             counts[f"{name}/count"] = count
-            loss = loss + torch.where(alive, quotient, 0) * first.factors[name]
+            factor = functools.reduce(operator.mul, first.factors[name], 1.0)
+            loss = loss + torch.where(alive, quotient, 0) * factor
     dtype = functools.reduce(torch.promote_types, [first.dtypes[name] for name in first.factors])
     loss = loss.to(dtype)
     return loss, {"loss": loss} | means | counts | {"loss": loss}
+
+
+def weight_differs(who: str, what: str) -> ValueError:
+    """The error of a weight that is not the same for all microbatches. what: which one, and how that is known."""
+    return ValueError(
+        f"{who}: {what}, wanted one that is the same for all microbatches, as the loss of the whole batch has one "
+        "weight; of the batch, take a mean: step.mean(total, count) * part, whose value over the whole batch is meant; "
+        "multiply what differs into the total; or take microbatches=1"
+    )
+
+
+def require_same(who: str, found: Sequence[Shown]) -> None:
+    """ValueError, naming the part, for weights, and for counts that are numbers, which differ between microbatches that
+    have been computed outside of a trace; inside of one `step.cut` looks at what they are made of."""
+    first, *others = found
+    for name, given in first.factors.items():
+        for i, one in enumerate(given):
+            values = [one, *(other.factors[name][i] for other in others)]
+            if not all(_equal(one, value) for value in values):
+                shown = ", ".join(f"{float(value):.6g}" for value in values)
+                raise weight_differs(who, f"part {name!r} (of {first.made_at[name]}): got the weights {shown}")
+    for name, count in first.counts.items():
+        counts = [count, *(other.counts[name] for other in others)]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{who}: part {name!r} (of {first.made_at[name]}): got a count that is another number in each "
+                "microbatch, wanted a 0-d tensor of these rows, which are added up; leave out .item() and int(): "
+                "mask.sum()"
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return bool(torch.equal(a, b) or a.isnan().all() and b.isnan().all())
+    return a == b or a != a and b != b
 
 
 def means(parts: Mapping[str, Part], axes: Axes) -> dict[str, Tensor]:

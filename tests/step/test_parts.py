@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.opaque import inline_layers
 from fmegatron.testing import split
 from fmegatron.testing.compare_ranks import relative_error
+from tests.definition import loss_of
 from tests.fresh_state import fresh_state
 from tests.pairs import few
 from tests.step import parts_cases as cases
@@ -244,6 +246,125 @@ def test_counts_of_parameters(loss, words):
     one, two = run(loss, "weights", MESHES["dp2"], 1), run(loss, "weights", MESHES["dp2"], 2, twice=True)
     assert one.metrics["loss"] == pytest.approx(two.metrics["loss"], rel=1e-12)
     assert check_call(two.traced, MESHES["dp2"], (), "train_step", {}, speak=False).ok
+
+
+# ---- weights, and counts that are numbers, are one for all microbatches ---------------------------------------------
+def weight_of_the_batch(of):
+    return {"lm": of.batch["mask"].to(F64).mean() * cases.lm(of)}
+
+
+def weight_through_a_part_of_memory(of):
+    weights = torch.zeros(2, dtype=F64)
+    weights[0] = of.batch["mask"].to(F64).sum()
+    return {"lm": cases.lm(of), "z": cases.lm(of) * weights[0]}
+
+
+def weight_of_parameters_and_batch(of):
+    return {"lm": of.nll.detach().mean() * cases.lm(of)}
+
+
+def weight_that_was_read(of):
+    return {"lm": of.batch["mask"].to(F64).mean().item() * cases.lm(of)}
+
+
+def count_that_was_read(of):
+    return {"lm": step.mean(of.nll.sum(), int(of.batch["mask"].gt(0).sum()))}
+
+
+def count_of_a_weight_that_was_read(of):
+    return {"lm": step.mean(of.lse.detach().sum(), int(of.batch["mask"].gt(0).sum())) * cases.lm(of)}
+
+
+OF_THE_BATCH = [weight_of_the_batch, weight_through_a_part_of_memory, weight_of_parameters_and_batch]
+READ = [weight_that_was_read, count_that_was_read, count_of_a_weight_that_was_read]
+
+
+@pytest.mark.parametrize("mesh", ["one", "dp2 fsdp2"])
+@pytest.mark.parametrize("loss", OF_THE_BATCH, ids=lambda f: f.__name__)
+def test_a_weight_of_the_batch_is_refused_with_several_microbatches(loss, mesh):
+    """Each microbatch would have its own, and the first one's would be shown: wrong numbers without a word."""
+    words = (
+        r"part '(lm|z)': got a weight \(at test_parts.py:\d+\) that depends on '\w+' of the batch, wanted one .*mean"
+    )
+    with pytest.raises(ValueError, match=words):
+        run(loss, "weights", MESHES[mesh], 2)
+    if mesh == "one":
+        run(loss, "weights", MESHES[mesh], 1)
+
+
+@pytest.mark.parametrize("loss", [*OF_THE_BATCH, *READ], ids=lambda f: f.__name__)
+def test_without_a_trace_values_are_compared(loss):
+    params = tree.place(cases.params_of(), cases.layouts_of(ONE))
+    loss_fn = loss_fn_of(loss, Axes(ONE), None)
+    with pytest.raises(ValueError, match=r"part .*\(of (test_parts|parts_cases).py:\d+\): got (the weights|a count)"):
+        step.accumulate(loss_fn, 2)(params, cases.batch_of("weights"))
+    step.accumulate(loss_fn, 1)(params, cases.batch_of("weights"))
+
+
+def weight_first(of):
+    return {"lm": step.mean(of.lse.detach().sum(), of.batch["mask"].to(F64).sum()) * cases.lm(of)}
+
+
+def test_the_part_is_the_same_one_in_the_pass_for_the_counts():
+    """Which of two means is the part is seen by its gradient, so the pass that counts before has one too."""
+    params = tree.place(cases.params_of(), cases.layouts_of(ONE))
+    f = step.value_and_grad(loss_fn_of(weight_first, Axes(ONE), None))
+    (loss, _), grads = f(params, cases.batch_of("weights"))
+    for n in (2, 4):
+        f = step.accumulate(loss_fn_of(weight_first, Axes(ONE), None), n)
+        (found, _), got = f(params, cases.batch_of("weights"))
+        assert relative_error(found, loss) <= 1e-12
+        assert all(relative_error(got[k], g) <= 1e-12 for k, g in grads.items())
+
+
+def weight_of_a_parameter(of):
+    return {"lm": of.table.square().mean() * cases.lm(of)}
+
+
+def weight_of_no_value(of):
+    return {"lm": torch.full((), 0.5 * len(of.nll[0]), dtype=F64) * cases.lm(of)}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("loss", [weight_of_a_parameter, weight_of_no_value], ids=lambda f: f.__name__)
+def test_a_weight_that_is_the_same_for_all_is_right(loss, n):
+    """Of parameters (a learned weight, whose gradient is made) or of numbers: as the definition, jitted and not."""
+
+    def loss_fn(params, batch):
+        nll = -(torch.tanh(params["table"][batch["tokens"]]) @ params["head"]).log_softmax(-1)
+        nll = nll.gather(-1, batch["labels"][..., None])[..., 0]
+        return loss(Given(params["table"], nll, batch))
+
+    params, batch = cases.params_of(), cases.batch_of("weights")
+    wanted = {k: x.requires_grad_() for k, x in cases.params_of().items()}
+    full = loss_of(loss_fn(wanted, batch))
+    grads = dict(zip(wanted, torch.autograd.grad(full, list(wanted.values())), strict=True))
+    f = step.accumulate(loss_fn, n)
+    for one in (f, step.jit(f, backend="eager")):
+        (found, _), got = one(tree.place(params, cases.layouts_of(ONE)), batch)
+        assert relative_error(found, full) <= 1e-12
+        assert all(relative_error(got[k], g) <= 1e-12 for k, g in grads.items())
+
+
+class Given(NamedTuple):
+    table: torch.Tensor
+    nll: torch.Tensor
+    batch: dict
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_count_that_is_written_into_memory(n):
+    """The graph of the counts has what was written into the memory of one: it was 0 without, and the loss NaN."""
+
+    def loss(of):
+        counts = torch.zeros(2, dtype=F64)
+        counts[1] = of.batch["mask"].to(F64).sum()
+        return step.mean((of.nll * of.batch["mask"]).sum(), counts[1])
+
+    for name in ("one", "dp2 fsdp2"):
+        found = run(loss, "weights", MESHES[name], n)
+        wanted = float(by_definition("lm and z, weights").means["lm"])
+        assert found.metrics["loss"] == pytest.approx(wanted, rel=1e-12)
 
 
 ONE_TOTAL = torch.ones(())
