@@ -156,3 +156,21 @@ def test_a_refused_update_moves_no_bias(name):
         pairs = zip(tree.paths(state.params), before, tree.leaves(state.params), strict=True)
         moved.append({path for path, x, y in pairs if not torch.equal(x, y)})
     assert not moved[2] and all("blocks/mlp/choice_bias" in some and len(some) > 1 for some in moved[:2] + moved[3:])
+
+
+# ---- shares of the step before ---------------------------------------------------------------------------------------
+def test_a_balance_by_the_loads_of_the_step_before():
+    """Shares are those of the text of all microbatches and ranks, equal ones at first; steps go by them."""
+    of, batch = decoder(model.MoE(ROUTER, 6, balance=0.3, balance_of="step before")), padded(2 * TEXT, "padding", 0)
+    metrics, params = stepped(of, batch, Mesh(ep=2), 2)
+    shares = dict(zip(tree.paths(init(of, Mesh(), 0)), params, strict=True))["blocks/mlp/shares"][0]
+    of_batch, alone = decoder(model.MoE(ROUTER, 6, balance=0.3, **BIAS)), padded(TEXT, "padding", 0)
+    start, g = init(of, Mesh(), 0), torch.Generator().manual_seed(1)
+    start = tree.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=g, dtype=F64), start)
+    mlp = {k: x for k, x in start["blocks"]["mlp"].items() if k != "shares"}
+    plain = {**start, "blocks": {**start["blocks"], "mlp": {**mlp, "choice_bias": torch.zeros(1, 4, dtype=F64)}}}
+    load = model.loss(plain, alone, of_batch)[1]["load"]["blocks"]["mlp"][0]
+    torch.testing.assert_close(shares, load.double() / load.sum())
+    assert metrics["balance/count"] == B * TEXT and (init(of, Mesh(), 0)["blocks"]["mlp"]["shares"] == 1 / 4).all()
+    with pytest.raises(ValueError, match="MoE.balance_of: got 'microbatch', wanted 'batch' or 'step before'"):
+        model.MoE(ROUTER, 6, balance_of="microbatch")

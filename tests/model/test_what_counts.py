@@ -72,7 +72,17 @@ def packed(batch, g):
     return batch | {"documents": documents, "positions": torch.where(at >= begin, at - begin, at)}
 
 
-MASKS = (weights, small, uneven, ignored, padded, packed)
+def weights_padded(batch, g):
+    """Both."""
+    return weights(padded(batch, g), g)
+
+
+def ignored_uneven_packed(batch, g):
+    """All three."""
+    return ignored(uneven(packed(batch, g), g), g)
+
+
+EACH, TOGETHER = (weights, small, uneven, ignored, padded, packed), (weights_padded, ignored_uneven_packed, small)
 
 
 def batch_of(mask, of: model.Decoder) -> dict[str, torch.Tensor]:
@@ -96,13 +106,13 @@ def decoder(*mixers, **how):
 
 
 ATTENTION, MAMBA = model.Attention(6, 2, 2, Rope(2)), model.Mamba(6, 4, 4, groups=2, conv=2, chunk=2)
-SPARSE = model.MoE(ROUTER, 4, sequence_balance=0.3, z_loss=0.2)
+SPARSE = model.MoE(ROUTER, 4, sequence_balance=0.3, z_loss=0.2, balance=0.2, balance_of="step before")
 FULL = model.MoE(ROUTER, 4, model.MLP(6), capacity=1.0, balance=0.3)
 MODELS = {
     "attention, latent attention, mlp; z, chunks": decoder(
         ATTENTION, MLA(6, 4, 4, 2, 2, Rope(2)), model.MLP(12), z_loss=0.2, loss_chunks=2, tied=True
     ),
-    "attention, mamba, experts; balance of sequences, z": decoder(ATTENTION, MAMBA, SPARSE),
+    "attention, mamba, experts; balances of sequences and of the step before, z": decoder(ATTENTION, MAMBA, SPARSE),
     "experts with capacity, shared; balance of the batch": decoder(FULL),
     "mlp, mtp of experts; all": decoder(model.MLP(12), mtp=model.MTP(parts(SPARSE), 2, 0.5), z_loss=0.1),
 }
@@ -155,20 +165,22 @@ def possible(case):
     return allowed(case) and B % (ranks * case["n"]) == 0
 
 
-SLOW = [case for case in FULL_PRODUCT if possible(case) and case not in PAIRS]
+CASES = [*((case, TOGETHER) for case in PAIRS), *((case, EACH) for case in FULL_PRODUCT if possible(case))]
 
 
-def named(case):
-    return "-".join(map(str, case.values()))
-
-
-@pytest.mark.parametrize("case", [*PAIRS, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=named)
-def test_invariant(case):
-    """All masks of a model, on a mesh, in n microbatches."""
+@pytest.mark.parametrize(
+    "case, masks",
+    [
+        pytest.param(case, masks, marks=[pytest.mark.slow] * (masks is EACH), id="-".join(map(str, case.values())))
+        for case, masks in CASES
+    ],
+)
+def test_invariant(case, masks):
+    """A model under masks, on a mesh, in n microbatches: by default every two of these, in full with those slow."""
     name, of, params = case["model"], MODELS[case["model"]], start(case["model"])
-    loss_fn, batches = functools.partial(model.loss, decoder=of), [batch_of(mask, of) for mask in MASKS]
+    loss_fn, batches = functools.partial(model.loss, decoder=of), [batch_of(mask, of) for mask in masks]
     found = steps(of, loss_fn, params, batches, MESHES[case["mesh"]], case["n"])
-    for mask, (metrics, got) in zip(MASKS, found, strict=True):
+    for mask, (metrics, got) in zip(masks, found, strict=True):
         loss, means, grads = wanted(name, mask)
         errors = {"loss": relative_error(metrics["loss"], loss)}
         errors |= {k: relative_error(metrics[k], x) for k, x in means.items()}
