@@ -137,6 +137,11 @@ class MoE(PerToken):
         return ("what experts send over the axes that hold them",)
 
     @property
+    def couples(self) -> tuple[str, ...]:
+        """The room of a rank, which all tokens of a microbatch share."""
+        return () if self.rows is None else (f"MoE.rows={self.rows}, the room for the tokens of a microbatch",)
+
+    @property
     def rates(self) -> dict[str, float]:
         """Of the router."""
         return {"jitter": self.jitter, "noise": self.noise}

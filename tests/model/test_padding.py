@@ -1,6 +1,7 @@
 """Padding takes part in nothing: text beside any amount of it, with any ids in it, is as the text alone."""
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -174,3 +175,14 @@ def test_a_balance_by_the_loads_of_the_step_before():
     assert metrics["balance/count"] == B * TEXT and (init(of, Mesh(), 0)["blocks"]["mlp"]["shares"] == 1 / 4).all()
     with pytest.raises(ValueError, match="MoE.balance_of: got 'microbatch', wanted 'batch' or 'step before'"):
         model.MoE(ROUTER, 6, balance_of="microbatch")
+
+
+def test_what_couples_the_rows_of_a_microbatch_is_said():
+    """Room that all its tokens share; nothing else of a decoder, and nothing with one microbatch."""
+    full, free = decoder(EXPERTS["room for the text and no more"]), decoder(EXPERTS["capacity"])
+    with pytest.warns(RuntimeWarning, match="microbatches=2, and MoE.rows=48, the room .* depends on their number"):
+        model.build(full, optim.sgd(1.0), Mesh(), (4, 8), microbatches=2, twice=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.build(full, optim.sgd(1.0), Mesh(), (4, 8))
+        model.build(free, optim.sgd(1.0), Mesh(), (4, 8), microbatches=2, twice=True)
