@@ -67,7 +67,6 @@ class MoE(PerToken):
     chunks: int = 1
     capacity: float | None = None
     balance: float = 0.0
-    balance_of: Literal["batch", "step before"] = "batch"
     sequence_balance: float = 0.0
     z_loss: float = 0.0
     biases: bool = False
@@ -75,6 +74,7 @@ class MoE(PerToken):
     jitter: float = 0.0
     noise: float = 0.0
     fp32_router: bool = False
+    balance_of: Literal["batch", "step before"] = "batch"
 
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
