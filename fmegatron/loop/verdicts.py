@@ -31,7 +31,7 @@ class Verdicts:
         self._found: Finding | None = None
         self._counts: list[dict[str, Any]] = []  # since the last log point: of each update, how much counted
         self._logged = False  # whether there was a log point
-        self._told: set[str] = set()  # of what it was said once that nothing counts
+        self._told: set[str] = set()  # parts, and "grad_norm", that were warned of
 
     def see(self, number: int, metrics: Any, logs: bool) -> tuple[dict[str, float], tuple[bool, bool]]:
         """(metrics as floats, empty between log points; whether they are not finite, whether a loss is bad)."""

@@ -163,6 +163,11 @@ class Mixer(abc.ABC):
 
     # ---- training ----------------------------------------------------------------------------------------------------
     @property
+    def couples(self) -> tuple[str, ...]:
+        """What of it depends on which rows are in a microbatch, in words: its meaning changes with their number."""
+        return ()
+
+    @property
     def rates(self) -> dict[str, float]:
         """Of all that is random in training, by name, such as {"dropout": 0.1}."""
         return {}

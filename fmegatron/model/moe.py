@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,10 +45,11 @@ class MoE(PerToken):
     expert is not split over tp, and the sequence is (Decoder.sequence_parallel). rows: for which a rank has room
     (`dropless`); None: for all. chunks: so many parts of a rank's tokens go one after the other, computed again in
     the backward (`dropless`). capacity: an expert takes at most so many times its equal share of a sequence's
-    tokens, and drops others (`with_capacity`). balance, sequence_balance, z_loss: coefficients of losses of the
-    router, 0 for none: of Switch's balance over the batch (`expert_probs`), which with several microbatches needs
-    the loads of all of them before the first backward, `build_train_step(twice=True)`; of that over each sequence by
-    itself (`nn.sequence_balance_loss`), which does not; of `nn.router_z_loss`. biases: router and experts have
+    tokens, and drops others (`with_capacity`). sequence_balance, balance, z_loss: coefficients of losses of the router,
+    0 for none: of the balance over each sequence by itself (`sequence_balance_loss`), which needs nothing else; of
+    Switch's (`expert_probs`), by loads of the `balance_of` "batch", all of which must be known before the first
+    backward, with several microbatches by `build_train_step(twice=True)`, or of the "step before", which `post_update`
+    keeps as the array "shares"; of `router_z_loss`. biases: router and experts have
     biases. limit: gate and up are clamped to it and gated as gpt-oss does, gate and up in turns (arXiv 2508.10925);
     None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
     multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
@@ -73,6 +74,7 @@ class MoE(PerToken):
     jitter: float = 0.0
     noise: float = 0.0
     fp32_router: bool = False
+    balance_of: Literal["batch", "step before"] = "batch"
 
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
@@ -94,6 +96,8 @@ class MoE(PerToken):
         for name in ("balance", "sequence_balance", "z_loss"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"MoE.{name}: got {getattr(self, name)}, wanted 0 or more")
+        if self.balance_of not in ("batch", "step before"):
+            raise ValueError(f"MoE.balance_of: got {self.balance_of!r}, wanted 'batch' or 'step before'")
         for name, value, most in (("jitter", self.jitter, 1), ("noise", self.noise, math.inf)):
             if not 0 <= value <= most:
                 raise ValueError(f"MoE.{name}: got {value}, wanted a number from 0 to {most}")
@@ -109,6 +113,8 @@ class MoE(PerToken):
         out["router"] = Array((dim, E), wide=self.fp32_router)
         if self.choice_bias:  # a step of 0.001 is lost in 16 bits
             out["choice_bias"] = Array((E,), init=zero, full=True, wide=True)
+        if self._keeps_shares:
+            out["shares"] = Array((E,), init=Constant(1 / E), full=True, wide=True)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
             out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)
@@ -131,20 +137,38 @@ class MoE(PerToken):
         return ("what experts send over the axes that hold them",)
 
     @property
+    def couples(self) -> tuple[str, ...]:
+        """The room of a rank, which all tokens of a microbatch share."""
+        return () if self.rows is None else (f"MoE.rows={self.rows}, the room for the tokens of a microbatch",)
+
+    @property
     def rates(self) -> dict[str, float]:
         """Of the router."""
         return {"jitter": self.jitter, "noise": self.noise}
 
     @property
     def rule(self) -> Rule | None:
-        """The loads move the bias of the choice, with a `bias_rate`."""
-        return Rule("bias_rate", self.bias_rate, ("load",)) if self.bias_rate else None
+        """The loads move the bias of the choice, with a `bias_rate`, and are the shares of the next step."""
+        if not self.bias_rate and not self._keeps_shares:
+            return None
+        if not self._keeps_shares:
+            return Rule("bias_rate", self.bias_rate, ("load",))
+        return Rule("balance_of, bias_rate", (self.balance_of, self.bias_rate), ("load",))
+
+    @property
+    def _keeps_shares(self) -> bool:
+        return bool(self.balance) and self.balance_of == "step before"
 
     def post_update(self, w: dict, statistics: dict[str, Tensor]) -> dict:
-        """The bias of the choice by `nn.balanced_bias` of the loads."""
-        if not self.bias_rate:
-            return w
-        return {**w, "choice_bias": balanced_bias(w["choice_bias"], statistics["load"], self.bias_rate)}
+        """The bias of the choice by `balanced_bias` of the loads, and the shares, which stay where there is no load."""
+        load_LE, w = statistics["load"], dict(w)
+        if self.bias_rate:
+            w["choice_bias"] = balanced_bias(w["choice_bias"], load_LE, self.bias_rate)
+        if self._keeps_shares:
+            of_all = load_LE.sum(-1, keepdim=True)
+            new = load_LE.to(w["shares"].dtype) / of_all.clamp(min=1)
+            w["shares"] = torch.where(of_all > 0, new, w["shares"])
+        return w
 
     def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
@@ -177,7 +201,10 @@ class MoE(PerToken):
         chosen_E = expert_load(routing.experts, self.router.experts)
         over = axes[(*axes.sequence.names, "tp")] if split else axes.sequence
         totals = {"entropy": router_entropy(routing.probs, real_BS)}
-        if self.balance:
+        if self._keeps_shares:
+            probs_E = expert_probs(routing.probs, real_BS)
+            totals["balance"] = self.router.experts * (probs_E * w["shares"].detach().to(probs_E.dtype)).sum()
+        elif self.balance:
             totals |= {"probs": expert_probs(routing.probs, real_BS), "chosen": chosen_E.to(torch.float64)}
         if self.sequence_balance:
             of_sequences = (routing.probs, routing.experts, over, real_BS)
@@ -190,7 +217,9 @@ class MoE(PerToken):
     def losses(self, statistics: dict[str, Tensor], tokens: Tensor | int) -> dict[str, step.Part]:
         """Of the router: "balance", "sequence_balance", "router_z", those of which it has a coefficient."""
         E, K, parts = self.router.experts, self.router.top_k, {}
-        if self.balance:
+        if self._keeps_shares:
+            parts["balance"] = self.balance * step.mean(statistics["balance"], tokens)
+        elif self.balance:
             shares = step.mean(statistics["chosen"], K * tokens)
             parts["balance"] = self.balance * (step.mean(E * statistics["probs"], tokens) * shares)
         if self.sequence_balance:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 
 import torch
 
@@ -45,11 +46,13 @@ def build(
             experts over the whole batch, with several microbatches.
         save: what a block keeps for its backward (`model.logits`).
 
-    Raises ValueError, naming what does not fit the mesh.
+    Raises ValueError, naming what does not fit the mesh. Warns of what depends on the number of microbatches.
     """
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     found = specs(decoder, mesh, strategy=strategy)
     axes = Axes(mesh, data=strategy.tokens)
+    if microbatches > 1:
+        _say_what_couples(decoder, microbatches)
 
     plain = functools.partial(loss, decoder=decoder, axes=axes, save=save)
 
@@ -73,3 +76,11 @@ def build(
         shards=True,
     )
     return dataclasses.replace(described, decoder=decoder, save=save)
+
+
+def _say_what_couples(decoder: Decoder, microbatches: int) -> None:
+    depths = [depth for stack in decoder.stacks.values() for depth in stack.depths]
+    found = dict.fromkeys(words for depth in depths for part in decoder.block(depth) for words in part.mixer.couples)
+    if found:
+        text = f"model.build: got microbatches={microbatches}, and {'; '.join(found)}: what it means depends on their "
+        warnings.warn(f"{text}number (docs/losses.md, Microbatches)", RuntimeWarning, stacklevel=3)

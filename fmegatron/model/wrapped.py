@@ -179,6 +179,11 @@ class Wrapped(Mixer):
         """Those of the inner mixer; products with its own arrays are counted as all are."""
         return self.inner.products(seq_len, causal)
 
+    @property
+    def couples(self) -> tuple[str, ...]:
+        """That of the inner mixer; of hooks that couple rows, overridden."""
+        return self.inner.couples
+
     def sends(self, mesh: Mesh) -> tuple[str, ...]:
         """That of the inner mixer."""
         return self.inner.sends(mesh)

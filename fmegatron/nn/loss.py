@@ -38,9 +38,11 @@ def _real_columns(logits: Tensor, tp: axes.Axis, vocab_size: int | None) -> Tens
     return (columns_V if tp.size == 1 else columns_V + axis_index(tp, like=columns_V) * columns) < vocab_size
 
 
-def _counted(x_BS: Tensor, labels_BS: Tensor, vocabulary: int) -> Tensor:
-    """x, but 0 for labels below 0 and NaN for those beyond the vocabulary: of tokens' losses and of their gradients."""
-    return torch.where(labels_BS < 0, 0.0, torch.where(labels_BS < vocabulary, x_BS, torch.nan))
+def _counted(x_BS: Tensor, labels_BS: Tensor, vocabulary: int, used_BS: Tensor | None = None) -> Tensor:
+    """x, but 0 for labels below 0, and NaN for those beyond the vocabulary, where they are used: of tokens' losses, and
+    of their gradients."""
+    outside_BS = labels_BS >= vocabulary if used_BS is None else (labels_BS >= vocabulary) & used_BS
+    return torch.where(labels_BS < 0, 0.0, torch.where(outside_BS, torch.nan, x_BS))
 
 
 def _wide(logits: Tensor, real_V: Tensor | None) -> Tensor:
@@ -76,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, lse = ctx.saved_tensors
         real, ids = _real_columns(logits, ctx.tp, ctx.vocab_size), local_ids(labels, logits.shape[-1], ctx.tp)
         vocabulary = ctx.vocab_size or logits.shape[-1] * ctx.tp.size
-        dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary)
+        dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary, dnll != 0)
         both = dnll if dlse is None else dnll + dlse
         softmax = (_wide(logits, real) - lse[..., None]).exp()
         columns = torch.arange(logits.shape[-1], device=logits.device)
@@ -145,7 +147,8 @@ class _Chunked(torch.autograd.Function):
         ids = local_ids(labels, columns, tp)
         for x_BSD, ids_BS in zip(_parts(x, chunks), _parts(ids, chunks), strict=True):
             z_BSV = _wide(_capped(x_BSD @ head, cap), real)
-            top_BS = z_BSV.amax(-1)
+            # Of a rank all of whose columns are padding the largest is -inf, and -inf - -inf is NaN.
+            top_BS = z_BSV.amax(-1).clamp(min=torch.finfo(z_BSV.dtype).min)
             label_BS = z_BSV.gather(-1, ids_BS.clamp(0, columns - 1)[..., None]).squeeze(-1)
             found.append((top_BS, (z_BSV - top_BS[..., None]).exp().sum(-1), label_BS))
         own_top, total, label = (_joined(parts, labels.shape) for parts in zip(*found, strict=True))
@@ -164,8 +167,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, dnll, dlse):
         (x, head, labels, lse), (tp, vocab_size, chunks, cap) = ctx.saved_tensors, ctx.given
         real, columns = _real_columns(head, tp, vocab_size), torch.arange(head.shape[1], device=head.device)
-        ids = local_ids(labels, head.shape[1], tp)
-        dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocab_size or len(columns) * tp.size)
+        ids, vocabulary = local_ids(labels, head.shape[1], tp), vocab_size or len(columns) * tp.size
+        dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary, dnll != 0)
         both = dnll if dlse is None else dnll + dlse
         # A sum of many chunks in 16 bits loses more with each of them.
         dx, dhead = [], head.new_zeros(head.shape, dtype=torch.promote_types(head.dtype, torch.float32))
