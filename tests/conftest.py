@@ -1,6 +1,7 @@
 """What every test may count on: deterministic torch, one thread, and default dtypes as they were."""
 
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ MODULES = (
     "torch.export._trace",
     "torch.utils.cpp_extension",
 )
+SCALAR = "tests.scalar"  # by its name: it takes effect when it is imported
 FOLDER = pytest.StashKey[str]()
 LONG_PART = 7  # of the cases of a test that is marked long, one of so many runs by default
 WORKERS = 8  # each may start a pool of 4 ranks
@@ -56,8 +58,9 @@ def pytest_configure(config):
 
     A run over workers compiles into a folder of its own, which they share: a graph is compiled once, and nothing that
     an earlier run left has a part in it. In a new folder Inductor tries, by compilations of 4 s, whether the compiler
-    can build for this processor; here it takes that as given, and if it is not, each compiled test fails. Ctrl-C works,
-    also in a run that a shell started in the background.
+    can build for this processor; here it takes that as given, and if it is not, each compiled test fails. Kernels of
+    the default tests have no vector instructions (tests/scalar.py). Ctrl-C works, also in a run that a shell started
+    in the background.
     """
     sampling.begin(config.getoption(sampling.FLAG))
     if config.getoption(sampling.FLAG) is None:
@@ -67,9 +70,16 @@ def pytest_configure(config):
         config.option.hypothesis_seed = str(sampling.seed())
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # for processes that the tests start
     inductor.cpp.vec_isa_ok = os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1"
+    if _daily(config):
+        importlib.import_module(SCALAR)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         config.stash[FOLDER] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fmegatron-tests-")
+
+
+def _daily(config):
+    """Whether slow tests are left out."""
+    return config.option.markexpr == "not slow"
 
 
 def pytest_unconfigure(config):
@@ -118,9 +128,10 @@ def _same_torch_for_every_test():
 
 
 @pytest.fixture(scope="session")
-def forkserver():
+def forkserver(pytestconfig):
     """What has imported torch once for all processes that the tests start."""
-    with Forkserver(*MODULES, environment={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
+    modules = (*MODULES, SCALAR) if _daily(pytestconfig) else MODULES
+    with Forkserver(*modules, environment={**os.environ, "OMP_NUM_THREADS": "1"}) as server:
         yield server
 
 

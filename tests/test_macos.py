@@ -69,7 +69,7 @@ specs, optimizer = model.specs(config, mesh), optim.adamw(1e-3)
 train_step = step.build_train_step(lambda p, b: model.loss(p, b, config), optimizer, specs)
 rows = dict.fromkeys(("tokens", "labels"), DataParallel().batch_layout((8, 16), torch.int64, mesh))
 assert step.check(train_step, step.state_specs(specs, optimizer), rows).ok
-assert plan.main([sys.argv[1], "--mesh", "fsdp=2"]) == 0
+assert plan.main([sys.argv[1], "--mesh", "fsdp=2", "--layers=1", "--dim=16"]) == 0
 read, what = hardware.memory_reader(torch.device("cpu"))
 assert what == "largest resident memory of the process" and read() > 0
 assert "peak of this rank" in memory(None, torch.device("cpu"), 1.0)

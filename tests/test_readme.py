@@ -1,13 +1,14 @@
 """README, BUILD and the manual in docs/ are true: their Python runs, and commands, paths and links in them exist."""
 
 import ast
+import functools
 import json
 import re
 
 import pytest
 import torch
 
-from fmegatron import tree
+from fmegatron import step, tree
 from fmegatron.collectives import World
 from tests.house import LEVELS, ROOT, rooms, syntax
 
@@ -101,16 +102,14 @@ def run(code: str, names: dict) -> dict:
     return names
 
 
-@pytest.mark.long
-def test_the_experiment_runs(capsys, monkeypatch):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_experiment_runs(backend, capsys, monkeypatch):
     """The Python block of the README, as it stands there, for a few steps."""
-    from torch._inductor import config  # its own patch: what monkeypatch puts back, config.cpp no longer shows
-
     code = blocks()[0]
+    monkeypatch.setattr(step, "jit", functools.partial(step.jit, backend=backend))
     assert "steps=200" in code and len(code.splitlines()) <= 25
     monkeypatch.chdir(ROOT)
-    with config.patch({"cpp.simdlen": 1}):  # no vector instructions: g++ takes a third less time
-        run(code.replace("steps=200", "steps=2, log_every=1"), {})
+    run(code.replace("steps=200", "steps=2, log_every=1"), {})
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 2 and losses[1] < losses[0]
 

@@ -22,6 +22,7 @@ from tests.house import ROOT
 SMALL = {
     **{"dim": 16, "layers": 1, "heads": 2, "seq_len": 16, "batch_size": 4, "steps": 6, "warmup": 2, "lr": 1e-2},
     **{"eval_windows": 8, "eval_every": 3, "save_every": 3, "log_every": 1, "backend": "eager", "sample": 8},
+    "peak": 1e12,  # else each run measures that of this machine
 }
 
 
@@ -152,7 +153,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
     By torchrun, from the command line: test_demo.py.
     """
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    changes = {"steps": 20, "save_every": 1000, "eval_every": 1000}
+    changes = {"steps": 12, "save_every": 1000, "eval_every": 1000}
     trained(config(whole, **changes))
     ranks.run(stopped_by_a_signal, config(moved, **changes, mesh=Mesh(fsdp=2, tp=2)))
     stopped = checkpoint.Manager(moved / "checkpoints").latest()
@@ -163,7 +164,7 @@ def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
     after = next(r["resumed_heldout_loss"] for r in records if "resumed_heldout_loss" in r)
     assert after == pytest.approx(before, abs=1e-5)
     one, other = losses(whole), losses(moved)
-    assert one.keys() == other.keys() == set(range(1, 21))
+    assert one.keys() == other.keys() == set(range(1, 13))
     # fp32: rounding differs between meshes and grows with the steps, so all steps only nearly, the first ones tightly.
     assert all(other[step] == pytest.approx(one[step], abs=1e-5) for step in range(1, 11))
     assert [r["mesh"] for r in records][:: len(records) - 1] == ["fsdp2·tp2", str(Mesh())]

@@ -11,26 +11,11 @@ import psutil
 import pytest
 import torch
 
-from experiments import own_model
-from fmegatron import loop, step, tree
+from fmegatron import loop
 from fmegatron.collectives import World
 from fmegatron.layout import Mesh
 from tests.house import ROOT
-
-
-def losses(mesh, world):
-    """Of two steps of a small model."""
-    sizes = {"dim": 8, "layers": 2, "heads": 2, "seq_len": 4, "batch_size": 4, "dtype": "float64"}
-    train_step, specs, rows = own_model.describe(own_model.Config(mesh, **sizes))
-    train_step = step.jit(train_step, donate=0, world=world, backend="eager")
-    state, found = tree.init(specs, 0, world.rank, torch.device("cpu")), []
-    tokens = torch.arange(16).reshape(4, 4) * 15
-    batch = tree.local({"tokens": tokens, "labels": tokens + 1}, rows, world.rank)
-    for _ in range(2):
-        state, metrics = train_step(state, batch)
-        found.append(metrics["loss"].item())
-    return found
-
+from tests.loop.engine_losses import losses
 
 # Programs in the place of a notebook.
 BEGINS = """
@@ -49,7 +34,7 @@ run("from fmegatron.collectives import connect\\nfrom fmegatron.layout import Me
 """
 TRAINS = """
 print(ranks)
-run("from tests.loop.test_engines import losses\\nfound = losses(world.mesh, world)\\nworld.close()")
+run("from tests.loop.engine_losses import losses\\nfound = losses(world.mesh, world)\\nworld.close()")
 run("world = connect(Mesh(dp=2))\\nagain = losses(world.mesh, world)")
 print(ranks.view["found"] + ranks.view["again"])
 print(run("no_such_name"), ranks)

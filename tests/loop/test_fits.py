@@ -32,12 +32,15 @@ def test_far_from_the_limit_formulas_do():
     assert planned(plan="off") is None and planned(plan="off", planned_bytes=1e15) == planned(planned_bytes=1e3) * 1e12
 
 
-def test_near_it_the_step_is_counted():
+def test_near_it_the_step_is_counted(monkeypatch):
     """Both sides of the bytes that it takes: one byte less is refused, with what takes the most and a mesh."""
-    counted = plan.exact(*describe(Mesh()), Mesh()).peak
+    exact = plan.exact(*(described := describe(Mesh())), Mesh())
+    counted, asked = exact.peak, []
+    monkeypatch.setattr(plan, "exact", lambda *given: asked.append(given[1:]) or exact)  # seconds each
     assert planned(limit_bytes=counted) == planned(limit_bytes=1e9, plan="exact") == counted
     with pytest.raises(UsageError) as raised:
         planned(limit_bytes=counted - 1)
+    assert asked == [(described.state, described.batch, Mesh())] * 3
     text = str(raised.value)
     assert "(planned exactly), wanted at most" in text and "as --run.memory.limit_bytes says" in text
     parts = [float(x.split(" MiB")[0]) for x in text.partition("largest parts: ")[2].split("; ")[:3]]

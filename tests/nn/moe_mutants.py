@@ -101,7 +101,8 @@ OF_STEP = (
 )  # fmt: skip
 
 # ---- nn/moe.py -------------------------------------------------------------------------------------------------------
-PARTIAL = 'declare(declare(x, ep, backward=("sharded", 0)), rest, backward="partial")'
+OF_EXPERTS = 'of_experts = declare(x, ep, backward=("sharded", 0) if x.dim() else "partial")'
+PENDING = 'return declare(of_experts, rest, backward="partial")'
 OWN = 'return declare(declare(x_BS, data, "own", 0), sequence, "own", 1)'
 SHARDED = 'return declare(declare(x_BS, data, ("sharded", 0)), sequence, ("sharded", 1))'
 TERMS = 'return declare(declare(x, data, "partial"), sequence, "partial")'
@@ -111,20 +112,18 @@ THERE = "all_to_all_rows(v, send_n, recv_n, ep, R) for v in"
 BACK = "all_to_all_rows(y_RD, recv_n, send_n, ep, "
 REFUSED = "refused = psum(psum(over, data), sequence) > 0"
 BORDERS = (
-    M("gradient_not_sharded", "Nothing is said of the gradient over ep.", PARTIAL,
-      'declare(x, rest, backward="partial")',
+    M("gradient_not_sharded", "Nothing is said of the gradient over ep.", OF_EXPERTS, "of_experts = x",
       "unproven", of=DP),
-    M("gradient_not_partial", "Nothing is said of the gradient over dp.", PARTIAL,
-      'declare(x, ep, backward=("sharded", 0))',
+    M("gradient_not_partial", "Nothing is said of the gradient over dp.", PENDING, "return of_experts",
       "unproven", of=DP),
-    M("gradient_partial_over_ep", "The gradient is said to be pending over ep.", PARTIAL,
-      'declare(declare(x, ep, backward="partial"), rest, backward="partial")',
+    M("gradient_partial_over_ep", "The gradient is said to be pending over ep.", OF_EXPERTS,
+      'of_experts = declare(x, ep, backward="partial")',
       "check", of="ep2"),
-    M("gradient_sharded_over_dp", "The gradient is said to be sharded over dp.", PARTIAL,
-      'declare(declare(x, ep, backward=("sharded", 0)), rest, backward=("sharded", 0))',
+    M("gradient_sharded_over_dp", "The gradient is said to be sharded over dp.", PENDING,
+      'return declare(of_experts, rest, backward=("sharded", 0))',
       "check", of=DP),
-    M("gradient_sharded_on_dim_1", "The gradient is said to be sharded on another dim.", PARTIAL,
-      'declare(declare(x, ep, backward=("sharded", 1)), rest, backward="partial")',
+    M("gradient_sharded_on_dim_1", "The gradient is said to be sharded on another dim.", OF_EXPERTS,
+      'of_experts = declare(x, ep, backward=("sharded", 1))',
       "check", of="ep2"),
     M("own_over_ep_only", "Rows are declared own over ep only.", ALL_THREE,
       "(_own(v, ep, sequence) for v in (x_BSD, gates_BSK, experts_BSK))",

@@ -15,7 +15,7 @@ from fmegatron.testing.compare_ranks import relative_error
 from tests.nn import cp_step
 from tests.nn.cp_mutants import MUTANTS
 from tests.pairs import few
-from tests.step.mutants.mutate import mutated
+from tests.step.mutants.mutate import mutated, stale
 
 
 def changed(module, mutant):
@@ -69,4 +69,6 @@ def test_mutant(mutant, monkeypatch):
 def test_the_list():
     assert len(MUTANTS) >= 40 and len({m.name for m in MUTANTS}) == len(MUTANTS)
     assert all(m.finds in ("both", "check", "simulate") for m in MUTANTS)
+    assert not stale(cp_step, (m for m in MUTANTS if m.step))
+    assert not stale(context_parallel, (m for m in MUTANTS if not m.step))
     assert torch.is_tensor(right("ring", Mesh(cp=4, cpi=1), True, None)[1]["1/loss"])

@@ -12,7 +12,7 @@ from fmegatron.testing import simulate
 from fmegatron.testing.compare_ranks import relative_error
 from tests.nn import cp_mutants, moe_mutants, moe_step
 from tests.pairs import few
-from tests.step.mutants.mutate import mutated
+from tests.step.mutants.mutate import mutated, stale
 
 LISTS = (
     (moe_step, moe_mutants.SUMS_OF_STEP + moe_mutants.OF_STEP),
@@ -72,5 +72,6 @@ def test_the_list():
     open_ = {mutant.name for mutant in moe_mutants.SUMS_OF_STEP if mutant.finds != "both"}  # by their sizes alone
     assert open_ == {"tokens_not_entered_of_tp2", "y_transposed_by_psum_of_tp2"}
     assert sum(mutant.finds == "simulate" for mutant in moe_mutants.BORDERS) == 4  # exchanges by other ranks' counts
-    for _, mutants in LISTS:
+    for module, mutants in LISTS:
+        assert not stale(module, mutants)
         assert len({m.name for m in mutants}) == len({(m.old, m.new, m.of) for m in mutants}) == len(mutants)

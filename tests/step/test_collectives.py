@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from fmegatron import model, tree
+from fmegatron import model, optim, tree
 from fmegatron.collectives import Axes, all_gather, all_to_all, connect, pmax, ppermute, psum, reduce_scatter
 from fmegatron.layout import Mesh
 from fmegatron.step import jit, value_and_grad
@@ -148,10 +148,10 @@ def assert_implied(mesh, codes):
 def test_generated_code():
     """Of rank 0. That all ranks have the same graph, of which the same code is made: above. That compiled steps compute
     the same on ranks: overlap/test_ranks.py, and the next test for more meshes."""
-    mesh = Mesh(fsdp=2, tp=2)
-    args = (tiny.decoder_state(mesh=mesh), tiny.decoder_batch(mesh=mesh))
+    mesh, sgd = Mesh(fsdp=2, tp=2), optim.sgd(1e-2)
+    args = (tiny.decoder_state(mesh=mesh, optimizer=sgd), tiny.decoder_batch(mesh=mesh))
     with tiny.fake_ranks(mesh) as world:
-        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh), args, (0,), Target(world))
+        step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh, optimizer=sgd), args, (0,), Target(world))
         assert_implied(mesh, tiny.generated_code(step))
 
 

@@ -51,7 +51,7 @@ def plain():
     return first + rest, state, last
 
 
-@pytest.fixture(scope="module", params=["inductor", "compile", "aot_eager"])
+@pytest.fixture(scope="module", params=["inductor", pytest.param("compile", marks=pytest.mark.slow), "aot_eager"])
 def compiled(request):
     """(step, loss of each call, state after five, state after the last, what was compiled after 1 and after all)."""
     step = jit(tiny.decoder_step(CONFIG, save="mincut"), donate=0, backend=request.param, patches=tiny.SCALAR)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import operator
 import weakref
 from unittest import mock
@@ -300,9 +301,15 @@ def held(graph) -> list:
     return found + [inner for one in found for inner in held(one.graph_module.graph)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("ranks", ["no world", "a world"])
-@pytest.mark.parametrize("n", [1, 2], ids="{} microbatches".format)
+@pytest.mark.parametrize(
+    ("backend", "n"),
+    [
+        *itertools.product(["eager", "aot_eager"], [1, 2]),
+        ("inductor", 1),
+        pytest.param("inductor", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_what_layers_run_is_gone_with_the_program(backend, ranks, n):
     """torch knows their operators by name in the whole process; none outlives what it runs, and none keeps it."""
 

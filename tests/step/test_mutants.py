@@ -15,7 +15,7 @@ from tests.step.mutants import (
     of_optimizers,
     optimizers,
 )
-from tests.step.mutants.mutate import found_by, judge
+from tests.step.mutants.mutate import found_by, judge, stale
 
 LISTS = (
     (decoder, of_decoder.MUTANTS),
@@ -42,7 +42,8 @@ def test_mutant(step, mutant):
 
 def test_the_list():
     assert len(ALL) >= 100
-    for _, mutants in LISTS:
+    for step, mutants in LISTS:
+        assert not stale(step, mutants)
         assert len({m.name for m in mutants}) == len({(m.old, m.new, m.of) for m in mutants}) == len(mutants)
     assert {m.of for m in of_data_parallel.MUTANTS} == set(data_parallel.STRATEGIES)
     assert Counter(m.finds for _, m in ALL)["check"] < 10  # faults that numbers forgive

@@ -256,9 +256,7 @@ def on_rank(rank, mesh, name):
     """Three donated, jitted and checked steps: (metrics, parameters, whether all padding is zero, open lines)."""
     config, strategy = make_config(), STRATEGIES[name]
     with connect(mesh) as world:
-        train_step = step.jit(
-            make_step(config, mesh, strategy, clip_norm=0.05), donate=0, world=world, backend="aot_eager"
-        )
+        train_step = step.jit(make_step(config, mesh, strategy, clip_norm=0.05), donate=0, world=world, backend="eager")
         specs = strategies.specs_of(config, mesh, strategy)
         state, metrics = tree.init(specs, 0, rank), []
         for i in range(3):

@@ -48,8 +48,8 @@ def joined_and_plain(rank: int):
         library.impl(name, counting(getattr(symmetric, f"_{name}_fallback"), name, calls), "CPU")
     with connect(MESH) as world, symmetric._test_mode(), mock.patch.object(dist, "is_nccl_available", lambda: True):
         found = [
-            [t.clone() for t in step.jit(two_products, world=world, patches=patches)(*given)]
-            for patches in ({"_micro_pipeline_tp": True}, None)
+            [t.clone() for t in step.jit(two_products, world=world, **how)(*given)]
+            for how in ({"patches": {"_micro_pipeline_tp": True}}, {"backend": "eager"})
         ]
     library._destroy()
     return calls, *found

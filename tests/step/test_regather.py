@@ -1,6 +1,7 @@
 """Where a step gathers weights: before the first use, dropped behind the forward, again for the backward."""
 
 import collections
+import functools
 import importlib
 import itertools
 
@@ -14,8 +15,10 @@ from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.regather import regathered
 from fmegatron.step.tracing import trace
 from tests.step.own_towers import WAYS, described, start
+from tests.step.proven import proven_and_equal
 
 LEAF = 1 << 22  # bytes of a large leaf in fp64
+LITTLE = {"dim": 16, "width": 32}  # a leaf of 4 KiB
 
 
 def traced(made):
@@ -27,23 +30,31 @@ def sent(graph, mesh):
     return collections.Counter(one.op for one in step.collectives_of(graph, mesh))
 
 
+TRACING = importlib.import_module("fmegatron.step.tracing")
+
+
 @pytest.fixture
 def as_written(monkeypatch):
     """Steps that are traced are left as they are written."""
-    module = importlib.import_module("fmegatron.step.tracing")
-    return lambda: monkeypatch.setattr(module, "regathered", lambda graph_module: graph_module)
+    return lambda: monkeypatch.setattr(TRACING, "regathered", lambda graph_module: graph_module)
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """A leaf of 4 KiB is a large one: the same graphs, of small numbers."""
+    monkeypatch.setattr(TRACING, "regathered", functools.partial(regathered, together=LEAF >> 10))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "leaves"), [("a module", 4), (WAYS[2], 4), ("plain layers", 5)])
 def test_memory_does_not_depend_on_how_gathers_are_written(way, leaves):
-    """16 leaves of 4 MiB on fsdp=8: a shard and four leaves, where as written it is all 16 and a shard.
+    """8 leaves of 4 MiB on fsdp=8: a shard and four leaves, where as written it is all 8 and a shard.
 
     The gradients of a stack, a shard or two leaves, are there from the first layer on.
     """
     mesh = Mesh(fsdp=8)
-    made = described(mesh, way, blocks=8, dim=512, width=2048, dtype=torch.float32)
+    made = described(mesh, way, blocks=4, dim=512, width=2048, dtype=torch.float32)
     found = plan.exact(made.function, made.state, made.batch, mesh)
     assert found.transient <= leaves * LEAF + (1 << 20), str(found)
 
@@ -52,27 +63,29 @@ def test_memory_does_not_depend_on_how_gathers_are_written(way, leaves):
 def test_as_written_all_weights_are_kept(as_written):
     as_written()
     mesh = Mesh(fsdp=8)
-    made = described(mesh, "a module", blocks=8, dim=512, width=2048, dtype=torch.float32)
-    assert plan.exact(made.function, made.state, made.batch, mesh).transient > 16 * LEAF
+    made = described(mesh, "a module", blocks=4, dim=512, width=2048, dtype=torch.float32)
+    assert plan.exact(made.function, made.state, made.batch, mesh).transient > 8 * LEAF
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
+def proven_and_equal_tower(mesh, steps=2, **how):
+    state, batch = start(**how)
+    made = described(mesh, **how)
+    at = (made.state, made.batch)
+    return proven_and_equal(lambda m: described(m, **how), mesh, state, batch, layouts=at, steps=steps)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
-def test_on_a_mesh(mesh, way):
-    state, batch = start(way=way)
-    made = described(mesh, way, "hsdp")
-    assert sent(traced(made).graph_module.graph, mesh)["all_gather"] > 6
-    testing.assert_parity(
-        lambda m: described(m, way, "hsdp"), mesh, state, batch, layouts=(made.state, made.batch), steps=2
-    )
-    assert step.check(*made).ok
+def test_on_a_mesh(mesh, way, little):
+    found = proven_and_equal_tower(mesh, way=way, strategy="hsdp", **LITTLE)
+    assert sent(found.sharded.traced.graph_module.graph, mesh)["all_gather"] > 6
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_as_written(way, as_written):
+def test_the_same_bits_as_written(way, little, as_written):
     mesh = Mesh(fsdp=2)
-    (state, batch), made = start(way=way), described(mesh, way)
+    (state, batch), made = start(way=way, **LITTLE), described(mesh, way, **LITTLE)
     placed = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
     as_written()
     plain = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
@@ -143,13 +156,8 @@ def test_on_real_ranks(ranks):
 
 @pytest.mark.parametrize("strategy", ["replicated", "zero1", "zero2", "zero3", "hybrid"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_strategies(strategy, microbatches):
-    mesh = Mesh(dp=2, fsdp=2)
-    how = {"way": WAYS[1], "strategy": strategy, "microbatches": microbatches}
-    state, batch = start(**how)
-    made = described(mesh, **how)
-    testing.assert_parity(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch), steps=2)
-    assert step.check(*made).ok
+def test_strategies(strategy, microbatches, little):
+    proven_and_equal_tower(Mesh(dp=2, fsdp=2), way=WAYS[1], strategy=strategy, microbatches=microbatches, **LITTLE)
 
 
 # ---- what is placed --------------------------------------------------------------------------------------------------
@@ -181,17 +189,15 @@ def test_small_weights_stay():
 
 
 @pytest.mark.parametrize("way", WAYS[1:4])
-def test_many_small_weights(way):
-    """16 arrays of 1 MiB travel with their vectors, three at a time, where one more would make it more than 4 MiB.
+def test_many_small_weights(way, little):
+    """16 arrays of 1 KiB travel with their vectors, three at a time, where one more would make it more than 4 KiB.
 
     Of the last ones the backward finds what the forward gathered.
     """
-    how = {"way": way, "blocks": 8, "dim": 256, "width": 512}
-    mesh, (state, batch) = Mesh(fsdp=2), start(**how)
-    found, made = collectives(**how), described(mesh, **how)
+    mesh = Mesh(fsdp=2)
+    found = proven_and_equal_tower(mesh, steps=1, way=way, blocks=8, dim=8, width=16)
+    found = sent(found.sharded.traced.graph_module.graph, mesh)
     assert 6 + 3 <= found["all_gather"] <= 6 + 4 and found["reduce_scatter"] <= 9, found
-    testing.assert_parity(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch))
-    assert step.check(*made).ok
 
 
 def test_an_evaluation_gathers_before_the_use():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from fmegatron import nn, optim, step, testing, tree
+from fmegatron import nn, optim, step, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
 from tests.step.own_towers import WHOLE, described, start
+from tests.step.proven import proven_and_equal
 
 
 @pytest.mark.parametrize("way", WHOLE)
@@ -15,8 +16,7 @@ def test_on_a_mesh(mesh, way):
     how = {"way": way, "strategy": "hsdp", "dim": 16, "width": 32}
     state, batch = start(**how)
     made = described(mesh, **how)
-    testing.assert_parity(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch), steps=2)
-    assert step.check(*made).ok
+    proven_and_equal(lambda m: described(m, **how), mesh, state, batch, layouts=(made.state, made.batch), steps=2)
     assert made.evaluate is not None and step.check(made.evaluate, made.state, made.batch).ok
 
 
@@ -45,10 +45,9 @@ IDS = {"ids": torch.arange(16) % 8}
 def test_stacks_in_a_tree(mesh, microbatches):
     made = small(mesh, microbatches=microbatches)
     whole = tree.init(small(Mesh()).state, key=0, rank=0)
-    testing.assert_parity(
+    proven_and_equal(
         lambda m: small(m, microbatches=microbatches), mesh, whole, IDS, layouts=(made.state, made.batch), steps=2
     )
-    assert step.check(*made).ok
 
 
 def test_what_arrives():

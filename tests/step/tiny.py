@@ -35,19 +35,23 @@ def config_with(dtype: torch.dtype = torch.float64, **changes) -> model.Decoder:
     return model.llama(**SIZES | {"param_dtype": dtype, "compute_dtype": dtype} | changes)
 
 
-def decoder_step(config: model.Decoder = CONFIG, save=None, mesh: Mesh = ONE, **options) -> Callable:
+def decoder_step(
+    config: model.Decoder = CONFIG, save=None, mesh: Mesh = ONE, optimizer: optim.Optimizer = OPTIMIZER, **options
+) -> Callable:
     """The usual train step of the decoder; save: policy of its compiled layers, None for plain ones."""
     layouts, axes = model.layouts(config, mesh), Axes(mesh)
 
     def loss_fn(params, batch):
         return model.loss(params, batch, config, axes, save)
 
-    return build_train_step(loss_fn, OPTIMIZER, layouts, axes, **options)
+    return build_train_step(loss_fn, optimizer, layouts, axes, **options)
 
 
-def decoder_state(config: model.Decoder = CONFIG, mesh: Mesh = ONE, rank: int = 0):
+def decoder_state(
+    config: model.Decoder = CONFIG, mesh: Mesh = ONE, rank: int = 0, optimizer: optim.Optimizer = OPTIMIZER
+):
     """This rank's state at step 0."""
-    return fresh_state(init(config, mesh, key=0, rank=rank), OPTIMIZER)
+    return fresh_state(init(config, mesh, key=0, rank=rank), optimizer)
 
 
 def decoder_batch(

@@ -2,6 +2,7 @@
 
 import inspect
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -45,6 +46,12 @@ def mutated(module: types.ModuleType, mutant: Mutant | None) -> types.ModuleType
     vars(fresh).update(wrong=wrong, __file__=module.__file__)
     exec(compile(text, module.__file__, "exec"), vars(fresh))
     return fresh
+
+
+def stale(module: types.ModuleType, mutants: Iterable[Mutant]) -> list[str]:
+    """Names of those whose old text no longer stands exactly once in the module."""
+    text = inspect.getsource(module)
+    return [mutant.name for mutant in mutants if text.count(mutant.old) != 1]
 
 
 @lru_cache
