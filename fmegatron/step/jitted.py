@@ -38,7 +38,7 @@ class Compiled:
     """One signature of a jit: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
-    stages: name -> graph module, in order "trace", "lower", "overlap", "donate".
+    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
     """
 
     def __init__(self, fn, args, donate, target: Target, check=None):
@@ -273,7 +273,7 @@ class Jitted:
         return traced.result(outs)
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
-        """The graph of the call-th signature after a stage: "trace", "lower", "overlap" or "donate"."""
+        """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
         compiled = list(self.cache.values())
         if not compiled:
             raise ValueError(f"{self.name}: got a jit that has compiled nothing, wanted its graph; call it once before")

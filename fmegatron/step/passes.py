@@ -11,6 +11,7 @@ from torch import fx
 
 from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
+from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import RUNS, entry_of, opaque_entries
 from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap.gathers import units
@@ -48,7 +49,7 @@ class Target:
 class Program:
     """A traced graph after all passes, for one target: the outer graph of a jit, or that of an opaque layer.
 
-    stages: name -> graph module, in order "trace", "lower", "overlap", "donate". fakes, rank_inputs: what
+    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange". fakes, rank_inputs: what
     the last of them takes. donated: output index -> index of the input whose memory its value is written into.
     written, harmless: after `compile` of a graph that runs op by op: as in `Donation`.
     """
@@ -124,5 +125,10 @@ def _written_back(graph_module: fx.GraphModule, program: Program) -> fx.GraphMod
     return write_back(graph_module, program.donated, program.target.in_order)
 
 
+def _exchanged(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """Collectives have the form that suits the library of the world. After the write-back, which looks for gathers."""
+    return graph_module if program.target.by_products else exchanged(graph_module, program.target.world)
+
+
 # Each a function from a graph module and its program to a graph module.
-PASSES = (("lower", _lowered), ("overlap", _overlapped), ("donate", _written_back))
+PASSES = (("lower", _lowered), ("overlap", _overlapped), ("donate", _written_back), ("exchange", _exchanged))

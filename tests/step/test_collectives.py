@@ -19,6 +19,7 @@ from fmegatron.step import jit, value_and_grad
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.jitted import Compiled
 from fmegatron.step.passes import Target
+from fmegatron.step.timelines.planned import launched
 from fmegatron.testing import assert_pure
 from fmegatron.testing.compare_ranks import relative_error
 from tests.pairs import few
@@ -85,11 +86,14 @@ def _collectives(code: str) -> Counter:
     return Counter(KINDS[name.removesuffix("_out")] for name in found if name != "wait_tensor")
 
 
-def events(code: str) -> str:
-    """The order of things in generated code: G gather, R reduce-scatter, F and B a layer's forward and backward."""
-    found = re.findall(r"(all_gather|reduce_scatter|_fwd_|_bwd_)\w*\.(?:default|out)\(", code)
-    letters = {"all_gather": "G", "reduce_scatter": "R", "_fwd_": "F", "_bwd_": "B"}
-    return "".join(letters[name] for name in found)
+def events(code: str, exchanges: str) -> str:
+    """The order of things in generated code: G gather, R reduce-scatter, F and B a layer's forward and backward.
+
+    exchanges: what the exchanges are that gloo makes of gathers and reduce-scatters, in their order: "GGR...".
+    """
+    found = re.findall(r"(all_to_all_single|_fwd_|_bwd_)\w*\.(?:default|out)\(", code)
+    which = iter(exchanges)
+    return "".join(next(which) if name == "all_to_all_single" else name[1].upper() for name in found)
 
 
 # ---- lowered graphs --------------------------------------------------------------------------------------------------
@@ -122,23 +126,31 @@ def test_lowered_graph(ranks, mesh, save):
 
 
 # ---- generated code --------------------------------------------------------------------------------------------------
+def exchanges_of(graph) -> str:
+    """Gathers and reduce-scatters of the graph that is compiled, in their order: "GGR..."."""
+    return "".join(name[0] for name in launched(graph) if name[0] in "GR")
+
+
 def compiled_on_rank(rank, mesh):
-    """(code that Inductor generates for every graph, text of the graph it is given, losses)."""
+    """(code that Inductor generates for every graph, text of the graph it is given, its exchanges, losses)."""
     with connect(mesh) as world:
         step = jit(tiny.decoder_step(save="inputs", mesh=mesh), donate=0, world=world)
         state = tiny.decoder_state(mesh=mesh, rank=rank)
         batches = [tiny.decoder_batch(mesh=mesh, rank=rank, seed=i) for i in range(3)]
         (first, state), codes = run_and_get_code(tiny.run_steps, step, state, batches[:1])
         losses, _ = tiny.run_steps(step, state, batches[1:])
-        return codes, str(step.graph("donate")), first + losses
+        graph = step.graph("exchange")
+        return codes, str(graph), exchanges_of(graph), first + losses
 
 
-def assert_implied(mesh, codes):
+def assert_implied(mesh, codes, exchanges):
     """The code has the collectives that the layouts imply, and the backward gathers what it uses."""
     count, calls = in_code(codes)
-    assert count == implied(tiny.CONFIG, mesh, True)
+    wanted = implied(tiny.CONFIG, mesh, True)
+    wanted["all_to_all"] = wanted.pop("all_gather") + wanted.pop("reduce_scatter")  # on gloo
+    assert count == wanted
     assert set(calls.values()) == {tiny.CONFIG.layers} and len(calls) == 2
-    order = events(codes[-1])
+    order = events(codes[-1], exchanges)
     backward = order[order.rindex("F") + 1 :]
     head = 1  # gathered where the blocks end
     assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
@@ -152,7 +164,7 @@ def test_generated_code():
     args = (tiny.decoder_state(mesh=mesh, optimizer=sgd), tiny.decoder_batch(mesh=mesh))
     with tiny.fake_ranks(mesh) as world:
         step = Compiled(tiny.decoder_step(save="inputs", mesh=mesh, optimizer=sgd), args, (0,), Target(world))
-        assert_implied(mesh, tiny.generated_code(step))
+        assert_implied(mesh, tiny.generated_code(step), exchanges_of(step.stages["exchange"].graph))
 
 
 @pytest.mark.slow
@@ -162,8 +174,8 @@ def test_generated_code_computes_the_same(ranks, mesh):
     wanted, _ = tiny.run_steps(
         tiny.decoder_step(), tiny.decoder_state(), [tiny.decoder_batch(seed=i) for i in range(3)]
     )
-    for codes, graph, losses in found:
-        assert_implied(mesh, codes)
+    for codes, graph, exchanges, losses in found:
+        assert_implied(mesh, codes, exchanges)
         assert graph == found[0][1]
         assert losses == pytest.approx(wanted, rel=1e-10)
 

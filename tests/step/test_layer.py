@@ -320,7 +320,7 @@ def test_what_layers_run_is_gone_with_the_program(backend, ranks, n):
         gradients = accumulate(lambda w, x: layer(layer(x, w), w).square().sum(), n)
         f = jit(gradients, world=world, backend=backend)
         f(torch.ones(2, 2), torch.ones(2, 2))
-        found = held(f.graph()) + held(f.graph("donate"))
+        found = held(f.graph()) + held(f.graph("exchange"))
         assert len({one.op.name() for one in found}) == len(set(found)) >= 8
         return [weakref.ref(x) for one in found for x in (one, one.graph_module)], [one.op.name() for one in found]
 
@@ -377,7 +377,7 @@ def test_names_of_a_world_that_is_gone_are_free():
         layer = compiled_layer("inputs")(lambda x, w: torch.tanh(x @ w) * 0.625)
         f = jit(lambda x, w: layer(x, w).sum(), world=World.alone("cpu"), backend="eager")
         f(torch.ones(2, 2), torch.ones(2, 2))
-        return [one.op.name() for one in opaque_entries(f.graph("donate"))]
+        return [one.op.name() for one in opaque_entries(f.graph("exchange"))]
 
     gc.collect()
     gc.disable()

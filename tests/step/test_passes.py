@@ -14,7 +14,7 @@ def test_layers_go_through_the_passes_of_the_graph_around_them():
     step = jit(tiny.mlp_step("mincut"), donate=0, backend="eager")
     step(fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
     (compiled,) = step.cache.values()
-    bound = opaque_entries(step.graph("donate"))
+    bound = opaque_entries(step.graph("exchange"))
     programs = [compiled.program, *(entry.program for entry in bound)]
     assert len(programs) == 3  # a forward and a backward, however many layers there are
     assert {tuple(program.stages) for program in programs} == {("trace", *(name for name, _ in PASSES))}

@@ -68,7 +68,7 @@ def timeline(
     if not step.cache:
         step(*_copied(step, args))
     own = _copied(step, args)
-    return measured(lambda: step(*own), launched(step.graph("donate", call)), f"{name} measured")[1]
+    return measured(lambda: step(*own), launched(step.graph("exchange", call)), f"{name} measured")[1]
 
 
 def _copied(step: Jitted, args: tuple) -> tuple:
@@ -87,7 +87,7 @@ def measured(call: Callable[[], Any], launched: Sequence[str], title: str = "mea
     launched: the names of the collectives that the call starts, in their order (`launches.launched`).
 
     Lanes: "compute" holds compiled layers, matrix products outside of them and waits; the others what the library
-    communicated (gloo on its threads; NCCL on its streams).
+    communicated (gloo on its threads, gathers and reduce-scatters as exchanges; NCCL on its streams).
     On CUDA "compute" is what the host launches, and each stream has a lane of its kernels.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]

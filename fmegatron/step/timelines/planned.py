@@ -26,6 +26,7 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     backward, C another compiled graph; "w:G0" the wait for G0."""
     names: dict[fx.Node, str] = {}
     counts: dict[str, int] = {}
+    wholes: dict[str, str] = {}
     for node in nodes:
         if node.op != "call_function":
             continue
@@ -40,8 +41,11 @@ def named(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
             letter = "F" if "_fwd_" in called else "B" if "_bwd_" in called else "C"
         else:
             continue
-        names[node] = f"{letter}{counts.get(letter, 0)}"
-        counts[letter] = counts.get(letter, 0) + 1
+        whole = node.meta.get("part_of", node.name)  # a coalesced collective may run in parts (`step.gloo_all_to_all`)
+        if whole not in wholes:
+            wholes[whole] = f"{letter}{counts.get(letter, 0)}"
+            counts[letter] = counts.get(letter, 0) + 1
+        names[node] = wholes[whole]
     return names
 
 
@@ -61,11 +65,13 @@ def launched(graph: fx.Graph) -> list[str]:
                 yield node
 
     counts: dict[str, int] = {}
-    found = []
+    found, last = [], None
     for node in starts(graph):
-        letter = _letter(node)
-        found.append(f"{letter}{counts.get(letter, 0)}")
-        counts[letter] = counts.get(letter, 0) + 1
+        letter, whole = _letter(node), node.meta.get("part_of")
+        if whole is None or whole != last:
+            counts[letter] = counts.get(letter, 0) + 1
+        last = whole
+        found.append(f"{letter}{counts[letter] - 1}")
     return found
 
 

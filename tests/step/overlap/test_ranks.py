@@ -127,7 +127,7 @@ def in_code(code: str, started: list[str]) -> str:
         counts[letter] = counts.get(letter, 0) + 1
         return f"{letter}{counts[letter] - 1}"
 
-    start = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(all_gather|reduce_scatter|all_reduce)\w*\.default\(")
+    start = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(all_to_all_single|all_reduce)\w*\.default\(")
     for line in code.splitlines():
         if found := start.search(line):
             out.append(next(rest))
@@ -156,7 +156,7 @@ def generated(rank, overlap, backend, make):
         else:
             pairs = zip([seen, *tree.leaves(after)], [wanted, *tree.leaves(state)], strict=True)
             equal = max(relative_error(a, b) for a, b in pairs) <= 1e-10
-        graph = step.graph("donate")
+        graph = step.graph("exchange")
         return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, make(rank)[2](0))
 
 
