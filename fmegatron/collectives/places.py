@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fmegatron.layout import Layout
+from fmegatron.layout.notation import require_shares
 from fmegatron.layout.split import rooms
 
 __all__ = ["FLAT", "Place"]
@@ -60,6 +61,7 @@ class Place:
         Raises ValueError where a layout is uneven and not padded, where another axis splits the same dim below them or
         in another order, and where ranges of the flattened block would remain after a dim is gathered.
         """
+        require_shares(layout, "a gather inside a step")
         if not layout.is_even:
             ways = [layout.mesh.extent(layout.axes(d)) for d in range(len(layout.shape))]
             cut = [n for parts, n in zip(layout.parts, ways, strict=True) if any(part % n for part in parts)]

@@ -11,7 +11,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives.axes import Axes
 from fmegatron.collectives.ops import axis_index, declare
-from fmegatron.layout import Layout, Split, boxes, split
+from fmegatron.layout import Layout, Split, boxes, notation, split
 from fmegatron.tree import arithmetic
 
 __all__ = ["positions", "random_words"]
@@ -97,6 +97,7 @@ def positions(like: torch.Tensor, layout: Layout | None = None, axes: Axes | Non
 
 
 def _require_shape(shape: tuple[int, ...], layout: Layout) -> None:
+    notation.require_shares(layout, "positions")
     if not layout.is_even:
         raise ValueError(f"got {layout}, which is uneven, wanted ranks of one shape to number their elements")
     if layout.local_shape(0) != shape:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fmegatron.layout import Layout, Split, split
+from fmegatron.layout import Layout, Split, notation, split
 
 __all__ = ["Move", "reshard_moves"]
 
@@ -43,7 +43,7 @@ def _dim_state(layout: Layout, dim: int):
     axes = _big(layout, layout.axes(dim))
     parts = None
     if isinstance(entry, Split) and axes:
-        parts = entry.sizes(layout.shape[dim])
+        parts = entry.lengths(layout.shape[dim])
     return axes, parts
 
 
@@ -52,6 +52,7 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
     if src.shape != dst.shape or src.mesh != dst.mesh:
         raise ValueError(f"reshard: got {src} and {dst}, wanted layouts of one shape and mesh")
     for name, layout in (("source", src), ("target", dst)):
+        notation.require_shares(layout, f"reshard: the {name}")
         if not layout.is_even:
             raise ValueError(
                 f"reshard: the {name}: got {layout}, which is uneven, wanted ranks of one shape inside of a graph; pad "

@@ -102,8 +102,9 @@ def to_dtensor(x: torch.Tensor, layout: Layout, mesh: DeviceMesh | World) -> DTe
 
     mesh: a DeviceMesh (or the World of one) that has the axes which split the layout, in the same places.
     Of a padded layout the DTensor has the true elements, in uneven shards.
-    Raises ValueError for what DTensor cannot express: flattened ranges, interleaved parts, pending sums, padding in
-    front of true elements of a shard or another cut of them (two axes on a dim of which the outer does not divide).
+    Raises ValueError for what DTensor cannot express: flattened ranges, interleaved parts, pieces of sizes or an order
+    of their own (stages of a pipeline), pending sums, padding in front of true elements of a shard or another cut of
+    them (two axes on a dim of which the outer does not divide).
     """
     mesh = mesh.device_mesh() if isinstance(mesh, World) else mesh
     placements, rank = placements_of(layout, mesh), dist.get_rank() if dist.is_initialized() else 0
@@ -146,6 +147,7 @@ def placements_of(layout: Layout, mesh: DeviceMesh) -> list[Placement]:
     for what, unfit in (
         (f"flattened ranges over {layout.flat}", layout.flat),
         (f"pending sums over {layout.unreduced}", layout.unreduced),
+        ("pieces of sizes or an order of their own", layout.assigned),
         ("interleaved parts", any(isinstance(e, Split) and layout.axes(d) for d, e in enumerate(layout.spec))),
     ):
         if unfit:

@@ -197,6 +197,11 @@ class DataParallel:
         would stay full for another reason.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.tokens)]
+        if pieces := sorted(set(named) & set(layout.assigned)):
+            raise ValueError(
+                f"DataParallel: got {layout}, whose dim {pieces[0]} is assigned in pieces over data axes, which share "
+                "every dim equally, wanted sizes and order over other axes (pp); name the axes alone"
+            )
         base = layout.without(layout.mesh.axes(self.tokens))
         free = [d for d in range(len(layout.shape)) if d not in named and d not in whole and _plain(layout, d)]
         in_order = sorted(free, key=lambda d: -layout.shape[d])
@@ -230,7 +235,7 @@ def _contiguous_first(layout: Layout) -> list[int]:
 
 
 def _plain(layout: Layout, dim: int) -> bool:
-    """Whether a dim is not interleaved; a cut of an interleaved dim moves every part of it."""
+    """Whether a dim is not interleaved or assigned; a cut of an interleaved dim moves every part of it."""
     return not isinstance(layout.spec[dim], Split) or not layout.counts[dim]
 
 
@@ -246,8 +251,8 @@ def _split_over(layout: Layout, axes: list[str], dims: list[int], flatten: bool)
 
 def _split_once(layout: Layout, axis: str, dims: list[int], flatten: bool) -> Layout | None:
     """The layout with the axis where it divides: on a dim, else in ranges; else where it pads least. None: nowhere."""
-    ranks, held = layout.mesh[axis], math.prod(layout.local_shape(0))
-    if not layout.is_even or 0 in layout.shape or not layout.shape:
+    ranks, held = layout.mesh[axis], _room(layout)
+    if not layout.is_even_otherwise or 0 in layout.shape or not layout.shape:
         return None  # the uneven layout of a rule stays what it is
     on_dims = [_on_dim(layout, axis, dim) for dim in dims if not layout.flat]
     in_ranges = [layout.replace(flat=(*layout.flat, axis), padded=True)] if flatten else []
@@ -269,15 +274,15 @@ def _on_dim(layout: Layout, axis: str, dim: int) -> Layout:
 
 
 def _room(layout: Layout) -> int:
-    """Elements that every rank has room for."""
-    return math.prod(layout.local_shape(0))
+    """Elements that every rank has room for, or the one with most pieces of a dim that is assigned."""
+    return math.prod(layout.local_shape(layout.fullest))
 
 
 def _require_split(layout: Layout, axes: list[str], whole: tuple[int, ...]) -> None:
     """ValueError where a large leaf stays full over an axis that was to shard it."""
-    nbytes = layout.local_nbytes(0)
+    nbytes = layout.local_nbytes(layout.fullest)
     left = [axis for axis in axes if layout.mesh[axis] > 1 and axis not in layout.sharded]
-    if left and layout.is_even and nbytes > _LARGE_BYTES:
+    if left and layout.is_even_otherwise and nbytes > _LARGE_BYTES:
         raise ValueError(
             f"DataParallel: got {layout}, of which every rank along {'+'.join(left)} would hold all {nbytes} bytes, "
             f"wanted a dim that it can split: not one of {whole or '()'}, which stay whole, and not one of interleaved "

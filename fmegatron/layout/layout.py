@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -17,6 +17,7 @@ from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, on_mesh, one_line
 from fmegatron.layout.picture import picture_svg, picture_text
 from fmegatron.layout.split import (
+    Cut,
     Segment,
     Split,
     nested_chunk,
@@ -63,11 +64,13 @@ class Layout:
     """Where the elements of a global array are on a mesh.
 
     shape, dtype: of the global array.  spec: per dim None, an axis, a tuple of axes (major first) or a `Split`; missing
-    trailing dims are None. Uneven dims are cut by torch's chunk rule, axis after axis.  unreduced: axes over which the
-    value is still a pending sum.  flat: axes over which the block that is left after the dims are split is flattened
-    (row-major) and cut into ranges; the local tensor is then 1-D.  padded: where ranks do not divide, every local
-    tensor has the room of the largest, so that all ranks have one shape. Behind the true elements of each chunk (of
-    each interleaved part, of a range) then is padding: zeros, which are in no box and no file. False where all divides.
+    trailing dims are None. Uneven dims are cut by torch's chunk rule, axis after axis, or by the sizes of a `Split`
+    (which is written as a plain or interleaved one where that is the same).  unreduced: axes over which the value is
+    still a pending sum.  flat: axes over which the block that is left after the dims are split is flattened (row-major)
+    and cut into ranges; the local tensor is then 1-D.  padded: where ranks do not divide, every local tensor has the
+    room of the largest, so that all ranks have one shape (but for dims cut by sizes). Behind the true elements of each
+    chunk (of each interleaved part, of a range) then is padding: zeros, which are in no box and no file. False where
+    all divides.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim.
 
@@ -104,7 +107,8 @@ class Layout:
                 f" of the {len(self.shape)} dims; remove entries or add dims"
             )
         put(self, "spec", self.spec + (None,) * (len(self.shape) - len(self.spec)))
-        put(self, "spec", tuple(on_mesh(e, self.mesh) for e in self.spec))
+        given = self.spec
+        put(self, "spec", tuple(on_mesh(e, self.mesh) for e in given))
         put(self, "flat", entry_axes(on_mesh(self.flat, self.mesh)))
         put(self, "unreduced", entry_axes(on_mesh(self.unreduced, self.mesh)))
         used: dict[str, str] = {}
@@ -123,10 +127,23 @@ class Layout:
                     )
                 used[name] = where
         try:
-            self.parts  # noqa: B018  computed here so that parts that do not fit are an error now
+            put(self, "spec", tuple(self._canonical(e, n) for e, n in zip(given, self.shape, strict=True)))
+            self.cuts  # noqa: B018  computed here so that parts that do not fit are an error now
         except ValueError as error:
             raise ValueError(f"layout {self.shape}: {error}") from None
-        put(self, "padded", bool(self.padded) and not self.divides)
+        put(self, "padded", bool(self.padded) and not self._divides_otherwise)
+
+    def _canonical(self, value: Entry, size: int) -> Entry:
+        """The entry of a dim: assigned pieces with their sizes, or as the plain split that is the same."""
+        found = on_mesh(value, self.mesh)
+        if not (isinstance(value, Split) and value.assigned):
+            return found
+        cut = Cut.of(value, size, self._sizes(value.names))
+        if turns := cut.equal_parts():
+            return entry(Split(entry_axes(found), turns if cut.counts else 1))
+        in_order = len(cut.order) == math.prod(cut.counts) and cut.order == tuple(range(len(cut.order)))
+        order = () if in_order else cut.order
+        return entry(Split(entry_axes(found), sizes=cut.parts, order=order))
 
     def _uses(self):
         for dim in range(len(self.shape)):
@@ -170,9 +187,17 @@ class Layout:
     # ---- how the dims are cut
 
     @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Per dim how it is cut."""
+        return tuple(
+            Cut.of(e, n, counts) if isinstance(e, Split) else Cut((n,), counts)
+            for e, n, counts in zip(self.spec, self.shape, self.counts, strict=True)
+        )
+
+    @cached_property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Per dim the sizes of its interleaved parts; one part for a plain dim."""
-        return tuple(e.sizes(n) if isinstance(e, Split) else (n,) for e, n in zip(self.spec, self.shape, strict=True))
+        """Per dim the sizes of its interleaved parts, or assigned pieces; one part for a plain dim."""
+        return tuple(cut.parts for cut in self.cuts)
 
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
@@ -210,11 +235,11 @@ class Layout:
 
     def segments(self, rank: int, dim: int) -> tuple[Segment, ...]:
         """The pieces of a dim that a rank holds, before any flattening: (global start, local start, length)."""
-        return segments(self.parts[dim], self.counts[dim], self.mesh.index(rank, self.axes(dim)), self.padded)
+        return segments(self.cuts[dim], self.mesh.index(rank, self.axes(dim)), self.padded)
 
     def block_shape(self, shard: Shard) -> tuple[int, ...]:
         """Shape of a shard's block after the dims are split and before it is flattened."""
-        return _block(self.parts, self.counts, shard, self.padded)[1]
+        return _block(self.cuts, shard, self.padded)[1]
 
     # ---- what a rank holds
 
@@ -234,7 +259,7 @@ class Layout:
 
     def shard_boxes(self, shard: Shard) -> tuple[Box, ...]:
         """The boxes of the ranks that hold a shard."""
-        return _boxes(self.parts, self.counts, self.flat_counts, shard, self.padded)
+        return _boxes(self.cuts, self.flat_counts, shard, self.padded)
 
     def overlapping(self, start: Sequence[int], stop: Sequence[int]) -> Iterator[tuple[Shard, list[Box]]]:
         """The shards that hold something of the global indices [start, stop), and what: boxes in their local storage.
@@ -253,8 +278,8 @@ class Layout:
     def candidates(self, start: Sequence[int], stop: Sequence[int]) -> Iterator[Shard]:
         """The shards that hold something of [start, stop); with flat axes a few may turn out to hold nothing of it."""
         per_dim = []
-        for parts, counts, lo, hi in zip(self.parts, self.counts, start, stop, strict=True):
-            per_dim.append(overlapping_indices(parts, counts, lo, hi, self.padded))
+        for cut, lo, hi in zip(self.cuts, start, stop, strict=True):
+            per_dim.append(overlapping_indices(cut, lo, hi, self.padded))
         for indices in itertools.product(*per_dim):
             for flat_index in self._flat_indices(indices, start, stop):
                 yield (*indices, flat_index)
@@ -263,7 +288,7 @@ class Layout:
         """Flat ranges of a block that may hold something of [start, stop)."""
         if not self.flat_counts:
             return [0]
-        per_dim, block = _block(self.parts, self.counts, indices, self.padded)
+        per_dim, block = _block(self.cuts, indices, self.padded)
         strides, first, last = row_major_strides(block), 0, 0
         for found, stride, lo, hi in zip(per_dim, strides, start, stop, strict=True):
             inside = [s for s in found if s.start < hi and s.start + s.length > lo]
@@ -276,30 +301,57 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have the same local shape, by division or by padding."""
-        return self.padded or self.divides
+        """Whether all ranks have the same local shape, by division or by padding, and no dim is assigned in pieces."""
+        return not self.assigned and self.is_even_otherwise
+
+    @property
+    def is_even_otherwise(self) -> bool:
+        """Whether ranks that hold equal pieces of the dims that are assigned (stages of a pipeline) have one shape."""
+        return self.padded or self._divides_otherwise
 
     @cached_property
+    def assigned(self) -> tuple[int, ...]:
+        """The dims that are assigned in pieces of sizes or an order of their own (`Split`)."""
+        return tuple(dim for dim, cut in enumerate(self.cuts) if cut.order)
+
+    @property
     def divides(self) -> bool:
-        """Whether all ranks hold equally many elements, without padding."""
+        """Whether all ranks hold equally many elements, without padding, and no dim is assigned in pieces."""
+        return not self.assigned and self._divides_otherwise
+
+    @cached_property
+    def _divides_otherwise(self) -> bool:
+        """Whether ranks that hold equal pieces of the dims that are assigned hold equally many elements."""
         dims_even = all(
-            part % math.prod(counts) == 0
-            for parts, counts in zip(self.parts, self.counts, strict=True)
-            for part in parts
-        )
-        if not self.flat:
-            return dims_even
-        size, blocks = math.prod(self.shape), math.prod(math.prod(counts) for counts in self.counts)
-        return size == 0 or (dims_even and size // blocks % math.prod(self.flat_counts) == 0)
+            part % math.prod(cut.counts) == 0 for cut in self.cuts if not cut.order for part in cut.parts
+        )  # fmt: skip
+        if not self.flat or 0 in self.shape:
+            return dims_even or bool(self.flat)
+        ranges = math.prod(self.flat_counts)
+        return dims_even and all(size % ranges == 0 for size in self._blocks)
+
+    @cached_property
+    def _blocks(self) -> tuple[int, ...]:
+        """How many elements the blocks have that ranks hold before any flattening: one number but for assigned dims."""
+        lengths = [
+            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, self.padded)] for cut in self.cuts
+        ]
+        return tuple(sorted({math.prod(block) for block in itertools.product(*lengths)}))
+
+    @cached_property
+    def fullest(self) -> int:
+        """The rank with the largest local tensor; the first of several, 0 where no dim is assigned in pieces."""
+        most = (max(shares, key=shares.__getitem__, default=0) for shares in (cut.shares() for cut in self.cuts))
+        return self.rank_of((*most, 0))
 
     @cached_property
     def padding_axes(self) -> tuple[str, ...]:
         """Axes along which some ranks have padding where others have elements, in the order of the mesh."""
-        block = self.block_shape((0,) * len(self.shard_counts)) if self.padded else ()
-        cuts = [(self.axes(d), self.counts[d], self.parts[d]) for d in range(len(self.shape))] if self.padded else []
-        cuts += [(self.flat, self.flat_counts, (math.prod(block),))] if self.padded else []
+        if not self.padded:
+            return ()
+        cuts = [(self.axes(d), cut.counts, cut.parts) for d, cut in enumerate(self.cuts) if not cut.order]
         found = set()
-        for axes, counts, parts in cuts:
+        for axes, counts, parts in [*cuts, (self.flat, self.flat_counts, self._blocks)]:
             big = [name for name in axes if self.mesh[name] > 1]
             found.update(name for i, name in enumerate(big) if any(rooms(n, counts)[i] % counts[i] for n in parts))
         return tuple(name for name in self.mesh.names if name in found)
@@ -350,10 +402,22 @@ class Layout:
             return tuple(name for name in axes if name not in gone)
 
         spec = []
-        for e in self.spec:
+        for dim, e in enumerate(self.spec):
             left = keep(entry_axes(e))
-            spec.append(Split(left, e.parts) if isinstance(e, Split) else left)
+            if isinstance(e, Split) and e.assigned and left:
+                e = replace(e, order=tuple(self._index(i, e.names, left) for i in self.cuts[dim].order))
+            spec.append(e.over(left) if isinstance(e, Split) and left else left)
         return self.replace(spec=tuple(spec), flat=keep(self.flat), unreduced=keep(self.unreduced))
+
+    def _index(self, index: int, axes: tuple[str, ...], kept: tuple[str, ...]) -> int:
+        """The index along the axes that are kept, of a joint index along more."""
+        at = {}
+        for name in reversed(axes):
+            index, at[name] = divmod(index, self.mesh[name])
+        joint = 0
+        for name in kept:
+            joint = joint * self.mesh[name] + at[name]
+        return joint
 
     # ---- for people and files
 
@@ -392,24 +456,17 @@ def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False) -> Layout:
     return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded)
 
 
-Sizes = tuple[tuple[int, ...], ...]
-
-
-def _block(
-    parts: Sizes, counts: Sizes, shard: Shard, padded: bool
-) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
+def _block(cuts: tuple[Cut, ...], shard: Shard, padded: bool) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
     """The segments of every dim at a shard, and the shape of the block that they make."""
     # The shard may have a flat index behind.
-    per_dim = [segments(p, c, i, padded) for p, c, i in zip(parts, counts, shard, strict=False)]
-    if padded:
-        return per_dim, tuple(sum(rooms(n, c)[-1] for n in p) for p, c in zip(parts, counts, strict=True))
-    return per_dim, tuple(found[-1].local + found[-1].length if found else 0 for found in per_dim)
+    per_dim = [segments(cut, i, padded) for cut, i in zip(cuts, shard, strict=False)]
+    return per_dim, tuple(cut.length(i, padded) for cut, i in zip(cuts, shard, strict=False))
 
 
 @lru_cache(maxsize=65536)
-def _boxes(parts: Sizes, counts: Sizes, flat_counts: tuple[int, ...], shard: Shard, padded: bool) -> tuple[Box, ...]:
+def _boxes(cuts: tuple[Cut, ...], flat_counts: tuple[int, ...], shard: Shard, padded: bool) -> tuple[Box, ...]:
     """The boxes of a shard of any layout that is cut like this."""
-    per_dim, block = _block(parts, counts, shard, padded)
+    per_dim, block = _block(cuts, shard, padded)
     strides = row_major_strides(block)
     if not flat_counts:
         return tuple(segment_boxes(per_dim, strides, 0, (0,) * len(block), block))

@@ -29,7 +29,7 @@ def entry(value: Any) -> Entry:
         if not value.names:
             return None
         axes = value.names if len(value.names) > 1 else next(iter(value.names))
-        return axes if value.parts == 1 else Split(axes, value.parts)
+        return value.over(axes) if value.assigned or value.parts != 1 else axes
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
         names = tuple(value)
         return names if len(names) > 1 else next(iter(names), None)
@@ -43,7 +43,7 @@ def on_mesh(value: Entry, mesh: Mesh) -> Entry:
     axes = tuple(name for name in entry_axes(value) if name in mesh or name not in STANDARD_AXES)
     if axes == entry_axes(value):
         return value
-    return entry(Split(axes, value.parts) if isinstance(value, Split) and axes else axes)
+    return entry(value.over(axes) if isinstance(value, Split) and axes else axes)
 
 
 def entry_axes(value: Entry) -> tuple[str, ...]:
@@ -54,6 +54,9 @@ def entry_axes(value: Entry) -> tuple[str, ...]:
 def entry_to_json(value: Entry) -> Any:
     """An entry of lists, strings and integers."""
     if isinstance(value, Split):
+        if value.assigned:
+            order = {"order": list(value.order)} if value.order else {}
+            return {"axes": list(value.names), "sizes": list(value.sizes), **order}
         parts = value.parts if isinstance(value.parts, int) else list(value.parts)
         return {"axes": list(value.names), "parts": parts}
     return list(value) if isinstance(value, tuple) else value
@@ -61,13 +64,19 @@ def entry_to_json(value: Entry) -> Any:
 
 def entry_from_json(value: Any) -> Entry:
     """The entry that `entry_to_json` wrote."""
-    return Split(tuple(value["axes"]), value["parts"]) if isinstance(value, dict) else entry(value)
+    if not isinstance(value, dict):
+        return entry(value)
+    axes = tuple(value["axes"])
+    if "parts" in value:
+        return Split(axes, value["parts"])
+    return Split(axes, sizes=tuple(value["sizes"]), order=tuple(value.get("order", ())))
 
 
 def one_line(layout) -> str:
     """The one-line form of a layout: `bf16[8192@fsdp, (512+128+128)@tp] flat@dp unreduced@cp on dp2·cp2·fsdp4·tp2`.
 
-    A padded one states it before the mesh: `f32[8192@fsdp] padded on fsdp3`.
+    A padded one states it before the mesh: `f32[8192@fsdp] padded on fsdp3`. Pieces of sizes of their own have bars
+    between them: `f32[(3|4|4|1)@pp] on pp4`, and the ranks that hold them: `f32[(2|2|2|2)@pp order 0-1-1-0] on pp2`.
     """
     dims = ", ".join(_dim(size, value) for size, value in zip(layout.shape, layout.spec, strict=True))
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
@@ -75,13 +84,28 @@ def one_line(layout) -> str:
     return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{' padded' if layout.padded else ''} on {layout.mesh}"
 
 
+def require_shares(layout, who: str) -> None:
+    """ValueError where a dim is assigned in pieces of sizes or an order of its own: what has one graph for all ranks
+    begins with this, so that the reason is not a shape."""
+    if layout.assigned:
+        raise ValueError(
+            f"{who}: got {layout}, whose dim {layout.assigned[0]} is assigned in pieces of sizes or an order of its own"
+            ", wanted an equal share for every rank, as a step has one graph for all (pipelines, with a graph for each "
+            "stage, are not there yet); restore the checkpoint with a layout without sizes and order, or move the array"
+            " to one with layout.plan_reshard"
+        )
+
+
 def _dim(size: int, value: Entry) -> str:
     if value is None:
         return str(size)
-    extent = str(size)
+    extent, order = str(size), ""
     if isinstance(value, Split):
-        if isinstance(value.parts, int):
+        if value.assigned:
+            extent = f"({'|'.join(map(str, value.sizes))})"
+            order = f" order {'-'.join(map(str, value.order))}" if value.order else ""
+        elif isinstance(value.parts, int):
             extent = f"({value.parts}×{size // value.parts})"
         else:
             extent = f"({'+'.join(str(part) for part in value.parts)})"
-    return f"{extent}@{'·'.join(entry_axes(value))}"
+    return f"{extent}@{'·'.join(entry_axes(value))}{order}"

@@ -91,12 +91,14 @@ def at_rest(
     """
     if strategy is not None:
         layout = _beside(strategy, kept).params_layout(layout, whole=whole)
-    elif not layout.is_even:
+    elif not layout.is_even_otherwise:
         layout = _moved_data_axes(layout, whole)
     # What the strategy's axes do not divide is padded at rest; heads, vocabulary and experts must divide.
     pads = set(strategy.tokens).difference(kept) if strategy is not None and layout.padded else ()
     for dim, (size, entry) in enumerate(zip(layout.shape, layout.spec, strict=True)):
-        pieces = entry.sizes(size) if isinstance(entry, Split) else (size,)
+        if dim in layout.assigned:
+            continue
+        pieces = entry.lengths(size) if isinstance(entry, Split) else (size,)
         names = tuple(name for name in layout.axes(dim) if name not in pads)
         ways = layout.mesh.extent(names)
         if any(piece % ways for piece in pieces):
@@ -165,4 +167,4 @@ def _by_strategy(entry, meant: dict[str, str]):
     """A rule's entry for one dim, by the names that the strategy has for the data axes."""
     axes = entry.names if isinstance(entry, Split) else (entry,) if isinstance(entry, str) else entry or ()
     axes = tuple(meant.get(name, name) for name in axes)
-    return Split(axes, entry.parts) if isinstance(entry, Split) else axes
+    return entry.over(axes) if isinstance(entry, Split) else axes

@@ -17,7 +17,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, ops, reshard, resharding, shard
-from fmegatron.layout import Layout, Split
+from fmegatron.layout import Layout, Split, notation
 from fmegatron.tree import structure
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -153,7 +153,7 @@ def _stacks_of(x, layout, share, sizes):
 def _cut(layout: Layout, dim: int) -> _Cut:
     entry = layout.spec[dim]
     axes = tuple(a for a in layout.axes(len(layout.shape) + dim) if layout.mesh[a] > 1)
-    return _Cut(axes, entry.sizes(layout.shape[dim]) if axes and isinstance(entry, Split) else ())
+    return _Cut(axes, entry.lengths(layout.shape[dim]) if axes and isinstance(entry, Split) else ())
 
 
 def _columns(cut: _Cut, sizes: tuple[int, ...], ways: int) -> list[tuple[int, int, bool]] | None:
@@ -314,6 +314,7 @@ def layouts_of(params: structure.Tree, who: str) -> dict[str, Layout | None]:
                     "all parameters; what was computed of a parameter is placed again: tree.place(params, layouts)"
                 )
             continue
+        notation.require_shares(layout, f"{who}: {path}")
         if layout.unreduced or not layout.is_even:
             what = "a pending sum" if layout.unreduced else "uneven"
             raise ValueError(f"{who}: {path}: got {layout}, which is {what}, wanted it reduced and even")

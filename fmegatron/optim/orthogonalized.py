@@ -220,9 +220,12 @@ def fused_parts(layouts: structure.Tree) -> list[tuple[str, tuple[int, ...]]]:
     """
     paths, leaves, _ = structure.flatten(tree.layouts(layouts))
     found = [
-        ("^" + re.escape(path), layout.spec[-1].sizes(layout.shape[-1]))
+        ("^" + re.escape(path), layout.parts[-1])
         for path, layout in zip(paths, leaves, strict=True)
-        if isinstance(layout, Layout) and layout.spec and isinstance(layout.spec[-1], Split)
+        if isinstance(layout, Layout)
+        and layout.spec
+        and isinstance(entry := layout.spec[-1], Split)
+        and not entry.assigned
     ]
     if not found:
         raise ValueError(

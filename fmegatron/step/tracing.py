@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron import collectives, tree
 from fmegatron.collectives import kinds
-from fmegatron.layout import dtypes, layout
+from fmegatron.layout import dtypes, layout, notation
 from fmegatron.nn import weight
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.purity import (
@@ -116,6 +116,9 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     labels = [label_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     in_paths = [path for path, t in zip(paths, is_tensor, strict=True) if t]
+    for path, label in zip(in_paths, labels, strict=True):
+        if label is not None:
+            notation.require_shares(label.layout, f"{name}: argument {path!r}")
     mode = fake_mode or FakeTensorMode()
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
     with record(mode, name) as recorder:

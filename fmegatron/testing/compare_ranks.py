@@ -182,7 +182,7 @@ def _find(sharded, single, wrong, tolerance=1e-10):
         node.meta["path"] = path
     layouts = [getattr(x, "layout", x) for x in tree.leaves((sharded.arg_layouts, sharded.layouts))]
     parts = {
-        entry.sizes(size)
+        entry.lengths(size)
         for layout in layouts
         for entry, size in zip(layout.spec, layout.shape, strict=False)
         if isinstance(entry, Split)

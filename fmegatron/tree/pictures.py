@@ -54,7 +54,13 @@ def _row(path: str, leaf: Any) -> tuple[str, ...]:
         return path, _dims(leaf.shape), dtypes.dtype_name(leaf.dtype), "", "", ""
     layout, init = getattr(leaf, "layout", leaf), str(getattr(leaf, "init", ""))
     split = str(layout).removeprefix(dtypes.dtype_name(layout.dtype))
-    return path, _dims(layout.shape), dtypes.dtype_name(layout.dtype), split, _dims(layout.local_shape(0)), init
+    return path, _dims(layout.shape), dtypes.dtype_name(layout.dtype), split, _local(layout), init
+
+
+def _local(layout: Layout) -> str:
+    """The shape that every rank has, or the largest and on how many ranks it differs."""
+    most = layout.local_shape(layout.fullest)
+    return _dims(most) if layout.is_even else f"{_dims(most)} or less"
 
 
 def _dims(shape: Any) -> str:

@@ -100,6 +100,14 @@ def huge_array(n, dims):
     return manifest({"w": leaf_row(shape=shape)}, {"arrays/w": array}, digest_count=count)
 
 
+def assigned(sizes, count):
+    """A leaf whose dims are assigned in many pieces, one of them the whole, to very many ranks."""
+    spec = [{"axes": [a], "sizes": [n, *[0] * (count - 1)], "order": [*range(count)]} for a, n in sizes.items()]
+    mesh = {"names": [*sizes], "sizes": [2 ** (60 // len(sizes))] * len(sizes), "digits": [[2**60, 1]]}
+    layout = {"mesh": 0, "spec": spec, "flat": [], "padded": True}
+    return manifest({"w": leaf_row(layout=layout)}, {"arrays/w": array_row()}, meshes=[mesh], digest_count=8)
+
+
 MiB = 1 << 20
 SAME = [[0, 0], [8, 6], 0, [6, 1]]
 BOMBS = {  # name: (content of manifest.json, what the error says)
@@ -161,6 +169,8 @@ BOMBS = {  # name: (content of manifest.json, what the error says)
         ),
         None,
     ),
+    "pieces": (lambda: assigned({"a": 8}, 60_000), None),
+    "pieces of dims": (lambda: assigned({"a": 8, "b": 6}, 8000), None),
     "leaves": (lambda: manifest({f"w{i}": leaf_row() for i in range(20_000)}), "another leaf's array"),
     "utf-16": (lambda: manifest().encode("utf-16"), "not the JSON"),
     "not utf-8": (lambda: manifest().encode().replace(b"fsdp", b"\xff\xfe\xfd\xfc"), "not the JSON"),

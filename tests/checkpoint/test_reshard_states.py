@@ -71,7 +71,10 @@ def real_layouts(draw, shape, dtype):
         etp = draw(st.sampled_from([k for k in range(1, n // ep + 1) if n // ep % k == 0]))
         mesh = Mesh(pp=mesh["pp"], dp=n // ep // etp, fsdp=ep, tp=etp)
     L, D, F = shape
-    stages = draw(st.sampled_from(["pp", None, Split("pp", parts=2), Split("pp", parts=(1, L - 1))]))
+    V = (*range(mesh["pp"]), *range(mesh["pp"])[::-1])
+    assigned = [Split("pp", sizes=(L - 1, *[0] * (mesh["pp"] - 2), 1)[: mesh["pp"]])] if mesh["pp"] > 1 else []
+    assigned += [Split("pp", sizes=(*[0] * (len(V) - 2), 1, L - 1), order=V)]
+    stages = draw(st.sampled_from(["pp", None, Split("pp", parts=2), Split("pp", parts=(1, L - 1)), *assigned]))
     columns = draw(
         st.sampled_from(["tp", Split("tp", parts=3), Split("tp", (F // 2, F - F // 2)), ("tp", "fsdp"), None])
     )

@@ -104,6 +104,8 @@ def refusals(rank):
     for layout, match in (
         (Layout((8,), torch.float32, ours, flat="tp"), "flattened ranges"),
         (Layout((8,), torch.float32, ours, (Split("tp", 2),)), "interleaved"),
+        (Layout((8,), torch.float32, ours, (Split("tp", sizes=(3, 5)),)), "pieces of sizes or an order of their own"),
+        (Layout((8,), torch.float32, ours, (Split("tp", order=(0, 1, 1, 0)),)), "reshard to a plain layout first"),
         (Layout((8,), torch.float32, ours, unreduced="tp"), "pending sums"),
         (Layout((8,), torch.float32, Mesh(fsdp=2), ("fsdp",)), "wanted the same axes and ranks"),
     ):

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from fmegatron.layout import Split
+
 
 def numbered(shape, dtype=torch.float32) -> torch.Tensor:
     """A global array in which every element has a value of its own."""
@@ -24,6 +26,11 @@ def cut(x: torch.Tensor, layout) -> list[torch.Tensor]:
 def reference_local(x: torch.Tensor, layout, rank: int) -> torch.Tensor:
     """A rank's local tensor by torch.chunk in sequence, written from the definition and without boxes."""
 
+    def assigned(t, dim):
+        split, index = layout.spec[dim], layout.mesh.index(rank, layout.axes(dim))
+        order = split.order or range(layout.mesh.extent(layout.axes(dim)))
+        return [piece for piece, holder in zip(t.split(split.sizes, dim), order, strict=True) if holder == index]
+
     def take(t, dim, axes):
         for name in axes:
             chunks = t.chunk(layout.mesh[name], dim) if t.shape[dim] else ()
@@ -32,7 +39,11 @@ def reference_local(x: torch.Tensor, layout, rank: int) -> torch.Tensor:
         return t
 
     for dim in range(x.ndim):
-        x = torch.cat([take(part, dim, layout.axes(dim)) for part in x.split(layout.parts[dim], dim)], dim)
+        if isinstance(layout.spec[dim], Split) and layout.spec[dim].assigned:
+            pieces = assigned(x, dim)
+        else:
+            pieces = [take(part, dim, layout.axes(dim)) for part in x.split(layout.parts[dim], dim)]
+        x = torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
     return take(x.reshape(-1), 0, layout.flat) if layout.flat else x
 
 

@@ -28,10 +28,13 @@ def shapes(draw) -> tuple[int, ...]:
 
 
 @st.composite
-def layouts(draw, shape=None, mesh=None, unreduced: bool = False, dtype=torch.float32, padded=False) -> Layout:
+def layouts(
+    draw, shape=None, mesh=None, unreduced: bool = False, dtype=torch.float32, padded=False, assigned: bool = True
+) -> Layout:
     """Any layout: even, uneven, several axes on a dim, interleaved, flattened, replicated; unreduced if asked.
 
-    padded: False, True (all ranks of one shape), or None for either."""
+    padded: False, True (all ranks of one shape), or None for either. assigned: pieces too of any sizes and order.
+    """
     padded = draw(st.booleans()) if padded is None else padded
     shape = draw(shapes()) if shape is None else shape
     mesh = draw(meshes()) if mesh is None else mesh
@@ -44,12 +47,20 @@ def layouts(draw, shape=None, mesh=None, unreduced: bool = False, dtype=torch.fl
     spec = []
     for dim, n in enumerate(shape):
         axes = tuple(places[dim])
-        kind = draw(st.sampled_from(["plain", "plain", "equal", "sizes"]))
+        kind = draw(st.sampled_from(["plain", "plain", "equal", "sizes"] + ["assigned"] * assigned))
         if kind == "equal":
             spec.append(Split(axes, draw(st.sampled_from([p for p in range(1, n + 1) if n % p == 0] or [1]))))
         elif kind == "sizes":
             cuts = sorted(draw(st.lists(st.integers(0, n), max_size=3)))
             spec.append(Split(axes, tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))))
+        elif kind == "assigned" and axes:
+            ranks = mesh.extent(axes)
+            count = draw(st.sampled_from([ranks, ranks, 2 * ranks, 1 + ranks // 2]))
+            cuts = sorted(draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1)))
+            sizes = tuple(b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True))
+            in_order = count == ranks and draw(st.booleans())
+            order = () if in_order else draw(st.lists(st.integers(0, ranks - 1), min_size=count, max_size=count))
+            spec.append(Split(axes, sizes=sizes, order=tuple(order)))
         else:
             spec.append(axes)
     flat = places["flat"]

@@ -33,7 +33,10 @@ def test_every_element_is_held_exactly_once_per_replica(layout):
     pending = layout.mesh.extent(layout.unreduced)
     assert (held == layout.replicas * pending).all()
     assert (owned == pending).all()
-    assert layout.is_even == (len({layout.local_shape(rank) for rank in range(layout.mesh.size)}) == 1)
+    shapes_of_ranks = {layout.local_shape(rank) for rank in range(layout.mesh.size)}
+    assert layout.is_even == (len(shapes_of_ranks) == 1 and not layout.assigned)
+    most = max(layout.local_nbytes(rank) for rank in range(layout.mesh.size))
+    assert layout.local_nbytes(layout.fullest) == most
     check_cover(layout)
 
 

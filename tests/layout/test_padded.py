@@ -24,20 +24,22 @@ def true(local, layout, rank):
 @settings(max_examples=150, deadline=None)
 @given(layouts(padded=True, unreduced=True))
 def test_true_elements_are_held_once_and_all_rooms_are_one(layout):
-    x, rooms = numbered(layout.shape), {layout.local_shape(rank) for rank in range(layout.mesh.size)}
+    x, rooms = numbered(layout.shape), {}
     held = torch.zeros(layout.shape, dtype=torch.int64)
     for rank, local in enumerate(cut(x, layout)):
+        rooms.setdefault(tuple(layout.shard(rank)[dim] for dim in layout.assigned), set()).add(local.shape)
         for box in layout.boxes(rank):
             held[box.slices] += 1
         assert (local > 0).sum() == sum(box.size for box in layout.boxes(rank))
     assert (held == layout.replicas * layout.mesh.extent(layout.unreduced)).all()
-    assert len(rooms) == 1 and layout.is_even
-    assert layout.padded == bool(layout.padding_axes) == (not layout.divides)
+    assert all(len(shapes_of_ranks) == 1 for shapes_of_ranks in rooms.values())
+    assert layout.is_even_otherwise and layout.is_even == (not layout.assigned)
+    assert layout.padded == bool(layout.padding_axes) == (not layout.replace(padded=False).is_even_otherwise)
     assert layout.nbytes == math.prod(layout.shape) * 4
     check_cover(layout)
     alone = layout.replace(padded=False)
     assert alone.padded is False and alone.divides == layout.divides
-    if layout.divides:  # canonical
+    if not layout.padded:  # canonical
         assert layout == alone and hash(layout) == hash(alone) and layout.to_json() == alone.to_json()
     else:
         assert layout != alone and repr(alone) != repr(layout)

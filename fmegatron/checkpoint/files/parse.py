@@ -82,9 +82,14 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
         raise ValueError(f"got mesh {shown(number)}, wanted one of {len(meshes)}")
     if len(spec) > len(leaf.shape):
         raise ValueError(f"spec {shown(spec)} is longer than shape {leaf.shape}")
+    pieces = 1
     for entry in spec:
         if type(entry) is dict:
             parts = entry.get("parts")
+            if "parts" not in entry:  # pieces that are assigned
+                parts = _child(entry, "sizes", list)
+                _ints(entry.get("order", []), most=_MOST_PARTS)
+                pieces *= max(1, len(parts))
             if type(parts) is int and not 1 <= parts <= _MOST_PARTS:
                 raise ValueError(f"{shown(parts)} parts")
             if type(parts) is not int:
@@ -92,6 +97,8 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
             entry = _child(entry, "axes", list)
         if entry is not None and type(entry) is not str:
             _names(entry)
+    if pieces > _MOST_PARTS:
+        raise ValueError(f"{pieces} pieces")
     row = {
         "shape": list(leaf.shape),
         "dtype": dtypes.dtype_name(dtype_of(leaf.dtype)),

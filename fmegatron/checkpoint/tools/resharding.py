@@ -325,7 +325,8 @@ def _ruled(leaf: Leaf, rule: LayoutRule, meshes: Sequence[Mesh]) -> Layout:
 
 
 def _moved(layout: Layout, meshes: Sequence[Mesh]) -> Layout:
-    """A layout on the mesh that suits it best; axes that the mesh lacks split nothing any more."""
+    """A layout on the mesh that suits it best; axes that the mesh lacks split nothing any more, and of axes of another
+    size the pieces that were assigned are equal shares."""
     used = {name for dim in range(len(layout.shape)) for name in layout.axes(dim)}.union(layout.flat)
     needed = {name for name in used if layout.mesh[name] > 1}
     mesh = next((m for m in meshes if all(name in m for name in needed)), meshes[0])
@@ -336,5 +337,7 @@ def _moved(layout: Layout, meshes: Sequence[Mesh]) -> Layout:
     spec = []
     for dim, entry in enumerate(layout.spec):
         axes = kept(layout.axes(dim))
-        spec.append(Split(axes, entry.parts) if isinstance(entry, Split) else axes)
+        if isinstance(entry, Split) and entry.assigned and mesh.extent(axes) != layout.mesh.extent(entry.names):
+            entry = None  # pieces for other ranks
+        spec.append(entry.over(axes) if isinstance(entry, Split) and axes else axes)
     return Layout(layout.shape, layout.dtype, mesh, tuple(spec), flat=kept(layout.flat), padded=layout.padded)

@@ -58,13 +58,14 @@ def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...
     plans, dealt = [], {}
     for path, layout in zip(paths, layouts, strict=True):
         plans.append(LeafPlan(path, layout, *_home(path, layout, pack)))
-    sizes = [math.prod(p.chunk) * p.layout.dtype.itemsize if p.chunk else p.layout.local_nbytes(0) for p in plans]
+    sizes = [math.prod(p.chunk) * p.layout.dtype.itemsize if p.chunk else _most_nbytes(p.layout) for p in plans]
     for i in sorted(range(len(plans)), key=lambda i: -sizes[i]):
         p = plans[i]
         if p.home == "packed" or p.layout.replicas == 1:
             continue
         turn = dealt.get(p.layout.replicated, 0)
-        count = sum(math.prod(map(len, _chunk_ranges(box, p.chunk))) for box in p.layout.boxes(0)) if p.chunk else 1
+        boxes = p.layout.boxes(p.layout.fullest) if p.chunk else ()
+        count = sum(math.prod(map(len, _chunk_ranges(box, p.chunk))) for box in boxes) if p.chunk else 1
         dealt[p.layout.replicated] = (turn + count) % p.layout.replicas
         plans[i] = LeafPlan(p.path, p.layout, p.home, p.chunk, turn)
     return tuple(plans)
@@ -97,7 +98,12 @@ def _home(path: str, layout: Layout, pack: bool) -> tuple[str, tuple[int, ...]]:
     small = is_small(layout.shape, layout.nbytes)
     if (pack and small) or ((small or not layout.nbytes) and _is_long(path)):
         return "packed", ()  # its cuts need not be known
-    return home_of(layout.shape, layout.dtype.itemsize, cut_unit(layout), layout.local_nbytes(0), layout.mesh.size)
+    return home_of(layout.shape, layout.dtype.itemsize, cut_unit(layout), _most_nbytes(layout), layout.mesh.size)
+
+
+def _most_nbytes(layout: Layout) -> int:
+    """Bytes of the largest local tensor."""
+    return layout.local_nbytes(layout.fullest)
 
 
 def _is_long(path: str) -> bool:
@@ -180,15 +186,19 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
     mesh, units, blocks = layout.mesh, [], [()]
     for dim, (n, entry) in enumerate(zip(layout.shape, layout.spec, strict=True)):
         counts = [mesh[name] for name in layout.axes(dim)]
-        parts = entry.sizes(n) if isinstance(entry, Split) else (n,)
-        unit = start = 0
+        parts = entry.lengths(n) if isinstance(entry, Split) else (n,)
+        unit, start, order = 0, 0, layout.cuts[dim].order
         for part in parts:
-            unit = math.gcd(unit, start, _inner_cuts(part, counts, layout.padded))
+            unit = math.gcd(unit, start, 0 if order else _inner_cuts(part, counts, layout.padded))
             start += part
         units.append(unit)
         if layout.flat:
-            room = {tuple(split.rooms(n, counts)[-1] for n in parts)}
-            cut = room if layout.padded else _block_sizes(tuple(parts), counts)
+            if order:
+                cut = {tuple(s.length for s in split.segments(layout.cuts[dim], i)) for i in set(order)}
+            elif layout.padded:
+                cut = {tuple(split.rooms(n, counts)[-1] for n in parts)}
+            else:
+                cut = _block_sizes(tuple(parts), counts)
             blocks = [(*block, pieces) for block in blocks for pieces in cut]
             if len(blocks) > 64:
                 return (1,) * len(layout.shape)

@@ -17,7 +17,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import kinds
-from fmegatron.layout import Layout, Mesh, dtypes
+from fmegatron.layout import Layout, Mesh, dtypes, notation
 from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Scope, Unproven
 from fmegatron.step.checker.dims import folds_of, interleaved, order_of
@@ -204,6 +204,7 @@ def _has(scope: Scope, value: Value, node: Node, path: str, layout: Layout) -> b
 
 
 def _require_even(layout: Layout, who: str) -> None:
+    notation.require_shares(layout, who)
     if not layout.is_even:
         raise ValueError(
             f"{who}: got the layout {layout}, which is uneven, wanted equal shapes on all ranks, that they have one "
