@@ -80,6 +80,7 @@ def one_line(layout) -> str:
     """
     dims = ", ".join(_dim(size, value) for size, value in zip(layout.shape, layout.spec, strict=True))
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
+    flat += f" from dim {layout.flat_from}" if layout.flat_from else ""
     unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
     return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{' padded' if layout.padded else ''} on {layout.mesh}"
 
