@@ -1,7 +1,7 @@
 """Places: where the axes of a coalesced collective split one of its tensors, and how shards form the full tensor.
 
-Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "0|~0:10"), because an op's schema knows no nested
-lists.
+Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "-1|@1:8x4x6", "0|~0:10"), because an op's schema
+knows no nested lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place:
 
     interleaved, parts: a dim that consists of parts which are split one by one, and their sizes in the shard; -1 and ()
     for none. () with a dim: the shards are put side by side on it. block: of a flattened shard, the shape of its block
-    before that, local to all axes that are not FLAT.
+    before that, local to all axes that are not FLAT. first: the dim of it from which on it is flattened.
 
     true: (dim or FLAT, sizes of its parts in the full tensor) where shards are padded (`Layout.padded`): each part has
     a room of one size in all shards, each axis's that of the one before divided and rounded up. A gather leaves out
@@ -53,6 +53,7 @@ class Place:
     parts: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     true: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    first: int = 0
 
     @staticmethod
     def of(layout: Layout, names: Sequence[str]) -> Place:
@@ -84,9 +85,10 @@ class Place:
         if any(name not in names for name in flat):  # ranges of a range
             if any(where[name] != FLAT for name in names):
                 raise ValueError(f"got {layout}, wanted a dim gathered with all flat axes {flat}; gather these first")
-            room = rooms(math.prod(_block_of(layout)), layout.flat_counts)[flat.index(names[0])]
+            dim = layout.flat_from
+            room = rooms(math.prod(_block_of(layout)[dim:]), layout.flat_counts)[flat.index(names[0])]
             exact = room % layout.mesh.extent(tuple(names)) == 0
-            return Place((0,) * len(names), true=() if exact else ((0, (room,)),))
+            return Place((dim,) * len(names), true=() if exact else ((dim, (room,)),))
         split = [d for d in range(rank) if len(layout.parts[d]) > 1 and set(held[d]) & set(names)]
         if len(split) > 1:
             raise ValueError(f"got {layout}, whose dims {split} are interleaved and gathered, wanted one at most")
@@ -96,11 +98,12 @@ class Place:
         true = []
         for d in sorted(set(dims)) if layout.padded else ():
             counts = layout.flat_counts if d == FLAT else layout.counts[d]
-            first = len(held[d]) - sum(name in names for name in held[d])
-            found = [rooms(n, counts) for n in ((math.prod(block),) if d == FLAT else layout.parts[d])]
-            if any(room[-1] * math.prod(counts[first:]) != room[first] for room in found):
-                true.append((d, tuple(room[first] for room in found)))
-        return Place(dims, split[0] if split else -1, tuple(parts), block, tuple(true))
+            kept = len(held[d]) - sum(name in names for name in held[d])
+            flattened = math.prod(block[layout.flat_from :])
+            found = [rooms(n, counts) for n in ((flattened,) if d == FLAT else layout.parts[d])]
+            if any(room[-1] * math.prod(counts[kept:]) != room[kept] for room in found):
+                true.append((d, tuple(room[kept] for room in found)))
+        return Place(dims, split[0] if split else -1, tuple(parts), block, tuple(true), layout.flat_from)
 
     # ---- text
 
@@ -108,7 +111,8 @@ class Place:
         text = ",".join(map(str, self.dims))
         if self.interleaved >= 0:
             text += f"|{self.interleaved}:" + "+".join(map(str, self.parts))
-        text += "|" + "x".join(map(str, self.block)) if self.block else ""
+        if self.block:
+            text += "|" + (f"@{self.first}:" if self.first else "") + "x".join(map(str, self.block))
         return text + "".join(f"|~{d}:" + "+".join(map(str, sizes)) for d, sizes in self.true)
 
     @staticmethod
@@ -120,6 +124,8 @@ class Place:
             dim, colon, parts = field.partition(":")
             if field.startswith("~"):
                 place = replace(place, true=(*place.true, (int(dim[1:]), tuple(map(int, parts.split("+"))))))
+            elif field.startswith("@"):
+                place = replace(place, first=int(dim[1:]), block=tuple(map(int, parts.split("x"))))
             elif colon:
                 place = replace(place, interleaved=int(dim), parts=tuple(map(int, parts.split("+") if parts else ())))
             else:
@@ -143,7 +149,9 @@ class Place:
     def shard_shape(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of the shards of a full tensor, padding included."""
         block = self._block(whole, sizes)
-        return (-(-math.prod(block) // self._ways(FLAT, sizes)),) if self.block else block
+        if not self.block:
+            return block
+        return (*block[: self.first], -(-math.prod(block[self.first :]) // self._ways(FLAT, sizes)))
 
     def _block(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of the block of a shard, before it is flattened."""
@@ -189,9 +197,10 @@ class Place:
             raise ValueError(
                 f"{what}: got block {self.block}, wanted {block}, that of the tensor; give that with FLAT axes"
             )
-        if self.block and FLAT not in dict(self.true) and math.prod(block) % self._ways(FLAT, sizes):
+        flattened = math.prod(block[self.first :])
+        if self.block and FLAT not in dict(self.true) and flattened % self._ways(FLAT, sizes):
             raise ValueError(
-                f"{what}: got {math.prod(block)} elements, wanted a multiple of {self._ways(FLAT, sizes)} ranges; {fix}"
+                f"{what}: got {flattened} elements, wanted a multiple of {self._ways(FLAT, sizes)} ranges; {fix}"
             )
 
     # ---- values
@@ -204,7 +213,8 @@ class Place:
         x = pieces.unflatten(0, tuple(sizes))
         flat, rest = self.axes_on(FLAT), [j for j in range(k) if self.dims[j] != FLAT]
         if self.block:
-            x = x.permute(*rest, *flat, k).reshape([*(sizes[j] for j in rest), *self.block])
+            at = k + self.first  # of the ranges; before them are dims that are not flattened
+            x = x.permute(*rest, *range(k, at), *flat, at).reshape([*(sizes[j] for j in rest), *self.block])
 
         def in_place(x: Tensor) -> Tensor:
             order, shape = [], []
@@ -235,9 +245,10 @@ class Place:
         ways = 1 if not self.parts else self._ways(self.interleaved, sizes)
         x = self._by_parts(apart, whole, tuple(part * ways for part in self.parts), 0, len(rest))
         if self.block:
-            x = x.reshape([*(sizes[j] for j in rest), *(sizes[j] for j in flat), -1])
-            order = [*rest, *flat]
-            x = x.permute([*(order.index(j) for j in range(k)), k])
+            inner = x.shape[len(rest) : len(rest) + self.first]
+            x = x.reshape([*(sizes[j] for j in rest), *inner, *(sizes[j] for j in flat), -1])
+            where = {j: i for i, j in enumerate(rest)} | {j: len(rest) + self.first + i for i, j in enumerate(flat)}
+            x = x.permute([*(where[j] for j in range(k)), *range(len(rest), len(rest) + self.first), k + self.first])
         return x.flatten(0, k - 1)
 
     def _by_parts(self, f: Callable, x: Tensor, parts: tuple[int, ...], before: int, after: int) -> Tensor:
@@ -275,8 +286,8 @@ class Place:
         front: list[int] = []  # the axes that stand before the dims of x
         for j, d, parts, inside in self._steps(sizes):
             if d == FLAT and FLAT not in (self.dims[i] for i in front):
-                x = x.flatten(len(front))
-            dim, n = len(front) + max(d, 0), sizes[j]
+                x = x.flatten(len(front) + self.first)
+            dim, n = len(front) + (self.first if d == FLAT else d), sizes[j]
             pieces = []
             for part, room in zip(x.split(list(parts), dim) if len(parts) > 1 else [x], inside or [0], strict=True):
                 room = room or part.shape[dim] // n
@@ -287,7 +298,7 @@ class Place:
             front.insert(0, j)
         k = len(front)
         if self.block and FLAT not in self.dims:
-            x = x.flatten(k)
+            x = x.flatten(k + self.first)
         return x.permute([*(front.index(j) for j in range(k)), *range(k, x.dim())]).flatten(0, k - 1)
 
     def _whole_without_padding(self, pieces: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -297,15 +308,15 @@ class Place:
         flat = bool(self.block)
         for j, d, parts, inside in reversed(self._steps(sizes)):
             if flat and d != FLAT:
-                x, flat = x.unflatten(len(front), self.block), False
-            at, dim = front.index(j), len(front) + max(d, 0)
+                x, flat = x.unflatten(len(front) + self.first, self.block[self.first :]), False
+            at, dim = front.index(j), len(front) + (self.first if d == FLAT else d)
             joined = []
             for part, n in zip(x.split(list(inside), dim) if len(inside) > 1 else [x], parts or [None], strict=True):
                 part = part.movedim(at, dim - 1).flatten(dim - 1, dim)
                 joined.append(part if n in (None, part.shape[dim - 1]) else part.narrow(dim - 1, 0, n))
             x = torch.cat(joined, dim - 1) if len(joined) > 1 else joined[0]
             front.remove(j)
-        return x.unflatten(0, self.block) if flat else x
+        return x.unflatten(self.first, self.block[self.first :]) if flat else x
 
 
 def _block_of(layout: Layout) -> tuple[int, ...]:

@@ -81,9 +81,10 @@ def _of_a_row(like: torch.Tensor, layout: Layout | None, dims: int) -> Layout | 
     if layout is None:
         return None
     _require_shape(tuple(like.shape), layout)
-    if layout.flat:
+    if layout.flat and layout.flat_from < dims:
         raise ValueError(f"random words: got a count for each row of {layout}, whose ranges cut rows, wanted one count")
-    return Layout(layout.shape[dims:], layout.dtype, layout.mesh, layout.spec[dims:], padded=layout.padded)
+    how = {"flat": layout.flat, "flat_from": max(0, layout.flat_from - dims), "padded": layout.padded}
+    return Layout(layout.shape[dims:], layout.dtype, layout.mesh, layout.spec[dims:], **how)
 
 
 def positions(like: torch.Tensor, layout: Layout | None = None, axes: Axes | None = None) -> torch.Tensor:
@@ -118,7 +119,7 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
     axes.require(layout, "positions: the layout")
     if not layout.flat:
         return _of_dims(like, layout, axes)
-    leading = 0 if layout.padded else _leading_dims(layout)
+    leading = 0 if layout.padded or layout.flat_from else _leading_dims(layout)
     if leading:
         # Ranges of full rows: as if the leading dims were one, which the flat axes split too. (What `step.check` knows
         # of such a leaf has the same form.)
@@ -128,17 +129,20 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
         )
         return _of_dims(like, merged, axes).flatten()
     block, strides = layout.replace(flat=()).local_shape(0), boxes.row_major_strides(layout.shape)
+    first = layout.flat_from
     if layout.padded:
-        within = _padded_ramp(math.prod(block), layout.flat, like, axes)
+        within = _padded_ramp(math.prod(block[first:]), layout.flat, like, axes)
     else:
-        within = _ramp(math.prod(shape), layout.flat, like, axes)
+        within = _ramp(shape[first], layout.flat, like, axes)
     at: torch.Tensor | int = 0
-    for dim, stride in enumerate(boxes.row_major_strides(block)):
+    for dim in range(first):
+        at = at + (_of_dim(like, layout, dim, axes) * strides[dim]).view(-1, *[1] * (first - dim))
+    for dim, stride in zip(range(first, len(block)), boxes.row_major_strides(block[first:]), strict=True):
         index = torch.div(within, stride, rounding_mode="floor") % block[dim]
         at = at + _global_index(index, layout, dim, axes) * strides[dim]
-    split = tuple(name for dim in range(len(block)) for name in layout.axes(dim) if layout.mesh[name] > 1)
+    split = tuple(name for dim in range(first, len(block)) for name in layout.axes(dim) if layout.mesh[name] > 1)
     assert isinstance(at, torch.Tensor), "a sharded array has a dim"
-    return declare(at, axes[split], forward=("sharded", 0)) if split else at
+    return declare(at, axes[split], forward=("sharded", first)) if split else at
 
 
 def _leading_dims(layout: Layout) -> int:
@@ -155,24 +159,22 @@ def _leading_dims(layout: Layout) -> int:
 def _of_dims(like: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
     """`positions` under a layout that is not flattened."""
     at: torch.Tensor | int = 0
-    for dim, (size, stride) in enumerate(
-        zip(layout.local_shape(0), boxes.row_major_strides(layout.shape), strict=True)
-    ):
-        parts, count = layout.parts[dim], math.prod(layout.counts[dim])
-        if layout.padded and count > 1:
-            starts = [sum(parts[:i]) for i in range(len(parts))]
-            ramps = [_padded_ramp(n, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
-            index = torch.cat(ramps) if len(ramps) > 1 else ramps[0]
-        elif len(parts) == 1 or count == 1:
-            index = _ramp(size, layout.axes(dim), like, axes)
-        else:
-            starts = [sum(parts[:i]) for i in range(len(parts))]
-            index = torch.cat(
-                [_ramp(n // count, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
-            )
-        at = at + (index * stride).view(-1, *[1] * (len(layout.shape) - 1 - dim))
+    for dim, stride in enumerate(boxes.row_major_strides(layout.shape)):
+        at = at + (_of_dim(like, layout, dim, axes) * stride).view(-1, *[1] * (len(layout.shape) - 1 - dim))
     assert isinstance(at, torch.Tensor), "a sharded array has a dim"
     return at
+
+
+def _of_dim(like: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> torch.Tensor:
+    """The indices in a dim of this rank's piece of it."""
+    size, parts, count = layout.block_shape(layout.shard(0))[dim], layout.parts[dim], math.prod(layout.counts[dim])
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    if layout.padded and count > 1:
+        ramps = [_padded_ramp(n, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
+        return torch.cat(ramps) if len(ramps) > 1 else ramps[0]
+    if len(parts) == 1 or count == 1:
+        return _ramp(size, layout.axes(dim), like, axes)
+    return torch.cat([_ramp(n // count, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)])
 
 
 def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor:

@@ -70,14 +70,15 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
     dims = range(len(src.shape))
     now = [_dim_state(src, d) for d in dims]
     want = [_dim_state(dst, d) for d in dims]
-    stays_flat = bool(src_flat) and src_flat == dst_flat and now == want
+    same_dims = now == want and src.flat_from == dst.flat_from
+    stays_flat = bool(src_flat) and src_flat == dst_flat and same_dims
     padded = src.padded or dst.padded
-    if padded and src_flat and dst_flat and now == want and not stays_flat:
+    if padded and src_flat and dst_flat and same_dims and not stays_flat:
         if (more := _ranges(src, src_flat, dst_flat, pending)) is not None:
             return more
     if src.flat and not stays_flat:
         if src_flat:
-            moves.append(_of_ranges(Move("all_gather", src_flat, 0), src, src_flat))
+            moves.append(_of_ranges(Move("all_gather", src_flat, src.flat_from), src, src_flat))
         moves.append(Move("unflatten", ()))
     if not stays_flat:
         moves += _move_dims(now, want, pending, src, padded)
@@ -87,9 +88,9 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
         moves.append(Move("psum", rest))
         pending.clear()
     if dst.flat and not stays_flat:
-        moves.append(Move("flatten", ()))
+        moves.append(Move("flatten", (), dst.flat_from or -1))
         if dst_flat:
-            move = Move("reduce_scatter" if pending else "shard", dst_flat, 0)
+            move = Move("reduce_scatter" if pending else "shard", dst_flat, dst.flat_from)
             moves.append(_of_ranges(move, dst, dst_flat))
     return moves
 
@@ -105,7 +106,7 @@ def _true(sizes: Sequence[int], layout: Layout, held: Sequence[str], moved: Sequ
 
 def _of_ranges(move: Move, layout: Layout, flat: tuple[str, ...]) -> Move:
     """A move of ranges of the flattened block of a layout."""
-    block = layout.replace(flat=(), unreduced=()).local_shape(0)
+    block = layout.replace(flat=(), unreduced=()).local_shape(0)[layout.flat_from :]
     return replace(move, true=_true([math.prod(block)], layout, flat, move.axes)) if layout.padded else move
 
 
@@ -117,10 +118,10 @@ def _ranges(src: Layout, now: tuple[str, ...], want: tuple[str, ...], pending: l
         reduced = bool(pending) and set(pending) == set(more)
         rest = () if reduced else tuple(name for name in src.mesh.names if name in pending)
         moves = [Move("psum", rest)] if rest else []
-        return [*moves, _of_ranges(Move("reduce_scatter" if reduced else "shard", more, 0), longer, want)]
+        return [*moves, _of_ranges(Move("reduce_scatter" if reduced else "shard", more, src.flat_from), longer, want)]
     if now[: len(want)] == want:
         moves = [Move("psum", tuple(name for name in src.mesh.names if name in pending))] if pending else []
-        return [*moves, _of_ranges(Move("all_gather", now[len(want) :], 0), longer, now)]
+        return [*moves, _of_ranges(Move("all_gather", now[len(want) :], src.flat_from), longer, now)]
     return None
 
 

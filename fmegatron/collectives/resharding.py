@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -126,14 +126,23 @@ def _place(move, axis):
 def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tensor:
     """The value after a move that needs no communication."""
     if move.op == "flatten":
-        return x.flatten()
+        return _behind(max(move.dim, 0), x, lambda y, first: y.flatten(first))
     if move.op == "unflatten":
-        return x.view(src.replace(flat=(), unreduced=()).local_shape(0))
+        block, k = src.replace(flat=(), unreduced=()).local_shape(0), src.flat_from
+        return _behind(k, x, lambda y, first: y.view(block[k - first :]))
     if move.true:
         return shard(x, axes[move.axes], _place(move, axes[move.axes]))
     pieces = [x] if move.parts is None else x.split(list(move.parts), move.dim)
     pieces = [shard(piece, axes[move.axes], move.dim) for piece in pieces]
     return pieces[0] if move.parts is None else torch.cat(pieces, move.dim)
+
+
+def _behind(first: int, x: torch.Tensor, view: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """A view of the dims from `first` on."""
+    if first and all(n == 1 for n in x.shape[:first]):
+        # Apart from it: a dim of 1 in a view may as well be a shard of what follows, for who reads the graph.
+        return view(x.squeeze(tuple(range(first))), 0)[(None,) * first]
+    return view(x, first)
 
 
 def _lent(x: torch.Tensor, move: Move, dst: Layout, axes: Axes) -> torch.Tensor:

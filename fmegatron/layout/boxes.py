@@ -6,11 +6,14 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from fmegatron.layout.split import Segment
+from fmegatron.layout.split import Cut, Segment, nested_chunk, padded_chunk, rooms, segments
+
+Shard = tuple[int, ...]  # the index of a piece of an array along the axes of each dim, then along the flat axes
 
 
 class Box(NamedTuple):
@@ -110,18 +113,18 @@ def range_boxes(shape: Sequence[int], start: int, stop: int) -> list[tuple[tuple
 
 
 def segment_boxes(
-    segments: Sequence[Sequence[Segment]],
+    pieces: Sequence[Sequence[Segment]],
     strides: tuple[int, ...],
     base: int,
     start: Sequence[int],
     stop: Sequence[int],
 ) -> Iterator[Box]:
-    """Global boxes of the local block [start, stop) of a rank whose dims consist of `segments`.
+    """Global boxes of the local block [start, stop) of a rank whose dims consist of these pieces.
 
     strides: of the local block.  base: subtracted from every offset (the start of a flat range).
     """
     per_dim = []
-    for found, lo, hi in zip(segments, start, stop, strict=True):
+    for found, lo, hi in zip(pieces, start, stop, strict=True):
         cut = []
         for g, at, n in found:
             low = at if at > lo else lo
@@ -134,3 +137,36 @@ def segment_boxes(
     for combination in itertools.product(*per_dim):
         at, local, shape = zip(*combination, strict=True) if combination else ((), (), ())
         yield Box(at, shape, sum(map(operator.mul, local, strides)) - base, strides)
+
+
+def block_of(cuts: Sequence[Cut], shard: Shard, padded: bool) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
+    """The segments of every dim at a shard, and the shape of the block that they make."""
+    # The shard may have a flat index behind.
+    per_dim = [segments(cut, i, padded) for cut, i in zip(cuts, shard, strict=False)]
+    return per_dim, tuple(cut.length(i, padded) for cut, i in zip(cuts, shard, strict=False))
+
+
+@lru_cache(maxsize=65536)
+def boxes_of(
+    cuts: tuple[Cut, ...], flat_counts: tuple[int, ...], shard: Shard, padded: bool, flat_from: int
+) -> tuple[Box, ...]:
+    """The boxes of a shard of any layout that is cut like this."""
+    per_dim, block = block_of(cuts, shard, padded)
+    if not flat_counts:
+        return tuple(segment_boxes(per_dim, row_major_strides(block), 0, (0,) * len(block), block))
+    before, flat = block[:flat_from], block[flat_from:]
+    size = math.prod(flat)
+    start, length = (padded_chunk if padded else nested_chunk)(size, flat_counts, shard[-1])
+    room = rooms(size, flat_counts)[-1] if padded else length
+    strides = (*row_major_strides((*before, room))[:-1], *row_major_strides(flat))
+    return tuple(
+        box
+        for at, shape in range_boxes(flat, start, start + length)
+        for box in segment_boxes(
+            per_dim,
+            strides,
+            start,
+            (0,) * flat_from + at,
+            (*before, *(a + n for a, n in zip(at, shape, strict=True))),
+        )
+    )

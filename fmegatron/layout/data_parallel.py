@@ -38,7 +38,8 @@ class DataParallel:
     optim: moments, master weights and the update; gradients meet this layout once a step, and the updated parameters
     are gathered back from it. Each kind is sharded at least as far as the one before it.
     What ranks do not divide is padded at rest (`Layout.padded`): on the dim with the least padding if that is at most
-    1/64 of the leaf, else as a range of the flattened leaf. So all ranks hold their share on any number of ranks.
+    1/64 of the leaf, else as a range of the flattened leaf, of a stack as ranges of each layer (`Layout.flat_from`). So
+    all ranks hold their share on any number of ranks.
 
         ZeRO-0 (replicated)   axes               ()     ()     ()
         ZeRO-1                axes               ()     ()     axes
@@ -192,9 +193,9 @@ class DataParallel:
     def params_layout(self, layout: Layout, whole: tuple[int, ...] = ()) -> Layout:
         """At rest: split over `params` on the dims where the rules name data axes, else on another dim that divides.
 
-        A leaf that no dim can share out equally is flattened into ranges, or padded (see the class). Where a dim must
-        stay full there are no ranges, and the dim with the least padding is split. Raises ValueError where a large leaf
-        would stay full for another reason.
+        A leaf that no dim can share out equally is flattened into ranges, or padded (see the class). Of a stack, whose
+        leading dims stay full, a matrix is split on a dim that pads at most 1/64, else each layer into ranges. Raises
+        ValueError where a large leaf would stay full for another reason.
         """
         named = [d for d in range(len(layout.shape)) if set(layout.axes(d)) & set(self.tokens)]
         if pieces := sorted(set(named) & set(layout.assigned)):
@@ -207,21 +208,22 @@ class DataParallel:
         in_order = sorted(free, key=lambda d: -layout.shape[d])
         # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
         axes = [name for name in layout.mesh.names if name in self.params]
-        found = _split_over(base, axes, [*named, *in_order], flatten=not whole)
+        behind = whole == tuple(range(len(whole))) and len(whole) < len(layout.shape)
+        found = _split_over(base, axes, [*named, *in_order], len(whole) if behind else None)
         if len(whole) < len(layout.shape):
             _require_split(found, axes, whole)
         return found
 
     def grads_layout(self, params: Layout) -> Layout:
         """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
-        layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), flatten=True)
+        layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), 0)
         pending = tuple(a for a in self.tokens if layout.mesh[a] > 1 and a not in layout.sharded)
         return layout.replace(unreduced=pending)
 
     def optim_layout(self, params: Layout) -> Layout:
         """Of moments, master weights and the updated parameter: sharded over `optim` beyond the parameter."""
         reduced = self.grads_layout(params).replace(unreduced=())
-        return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), flatten=True)
+        return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), 0)
 
     def _more(self, layout: Layout, axes: tuple[str, ...]) -> list[str]:
         return [name for name in layout.mesh.axes(axes) if name not in layout.sharded]
@@ -239,24 +241,25 @@ def _plain(layout: Layout, dim: int) -> bool:
     return not isinstance(layout.spec[dim], Split) or not layout.counts[dim]
 
 
-def _split_over(layout: Layout, axes: list[str], dims: list[int], flatten: bool) -> Layout:
+def _split_over(layout: Layout, axes: list[str], dims: list[int], first: int | None) -> Layout:
     """The layout with every axis put, as the minor one, on the first of `dims` that all ranks can share equally, or
-    where least padding is."""
+    where least padding is. first: the dim from which on it may be flattened into ranges; None: it may not."""
     for axis in axes:
         if layout.mesh[axis] == 1:
             continue
-        layout = _split_once(layout, axis, dims, flatten) or layout
+        layout = _split_once(layout, axis, dims, first) or layout
     return layout
 
 
-def _split_once(layout: Layout, axis: str, dims: list[int], flatten: bool) -> Layout | None:
+def _split_once(layout: Layout, axis: str, dims: list[int], first: int | None) -> Layout | None:
     """The layout with the axis where it divides: on a dim, else in ranges; else where it pads least. None: nowhere."""
     ranks, held = layout.mesh[axis], _room(layout)
     if not layout.is_even_otherwise or 0 in layout.shape or not layout.shape:
         return None  # the uneven layout of a rule stays what it is
     on_dims = [_on_dim(layout, axis, dim) for dim in dims if not layout.flat]
-    in_ranges = [layout.replace(flat=(*layout.flat, axis), padded=True)] if flatten else []
-    for found in (*on_dims, *in_ranges):
+    first = layout.flat_from if layout.flat else first
+    in_ranges = [] if first is None else [layout.replace(flat=(*layout.flat, axis), flat_from=first, padded=True)]
+    for found in on_dims if first else (*on_dims, *in_ranges):  # of a stack matrices before equal ranges
         if _room(found) * ranks == held:
             return found
     # The dim before ranges: a matrix stays one for optimizers that look at matrices.

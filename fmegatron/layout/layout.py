@@ -7,11 +7,11 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 
-from fmegatron.layout.boxes import Box, range_boxes, row_major_strides, segment_boxes
+from fmegatron.layout.boxes import Box, Shard, block_of, boxes_of, row_major_strides
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
 from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, on_mesh, one_line
@@ -23,12 +23,9 @@ from fmegatron.layout.split import (
     nested_chunk,
     overlapping_chunks,
     overlapping_indices,
-    padded_chunk,
     rooms,
     segments,
 )
-
-Shard = tuple[int, ...]
 
 
 class Label:
@@ -67,12 +64,14 @@ class Layout:
     trailing dims are None. Uneven dims are cut by torch's chunk rule, axis after axis, or by the sizes of a `Split`
     (which is written as a plain or interleaved one where that is the same).  unreduced: axes over which the value is
     still a pending sum.  flat: axes over which the block that is left after the dims are split is flattened (row-major)
-    and cut into ranges; the local tensor is then 1-D.  padded: where ranks do not divide, every local tensor has the
-    room of the largest, so that all ranks have one shape (but for dims cut by sizes). Behind the true elements of each
-    chunk (of each interleaved part, of a range) then is padding: zeros, which are in no box and no file. False where
-    all divides.
+    and cut into ranges; the local tensor is then 1-D.  flat_from: the first dim that is flattened: in a stack [L, ...]
+    ranges from dim 1 are ranges of each layer, and the local tensor is [L, range].  padded: where ranks do not divide,
+    every local tensor has the room of the largest, so that all ranks have one shape (but for dims cut by sizes). Behind
+    the true elements of each chunk (of each interleaved part, of a range) then is padding: zeros, which are in no box
+    and no file. False where all divides.
 
-    Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim.
+    Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim,
+    ranges from a dim that is not there.
 
     >>> layout = Layout((8192, 28672), torch.bfloat16, Mesh(pp=2, fsdp=4, tp=2), ("fsdp", "tp"))
     >>> layout
@@ -88,6 +87,7 @@ class Layout:
     unreduced: tuple[str, ...] = field(default=(), kw_only=True)
     flat: tuple[str, ...] = field(default=(), kw_only=True)
     padded: bool = field(default=False, kw_only=True)
+    flat_from: int = field(default=0, kw_only=True)
 
     def __post_init__(self):
         put = object.__setattr__
@@ -131,6 +131,12 @@ class Layout:
             self.cuts  # noqa: B018  computed here so that parts that do not fit are an error now
         except ValueError as error:
             raise ValueError(f"layout {self.shape}: {error}") from None
+        put(self, "flat_from", self.flat_from if self.flat else 0)
+        if not 0 <= self.flat_from < max(1, len(self.shape)):
+            raise ValueError(
+                f"layout {self.shape}: got ranges from dim {self.flat_from} on, wanted one of its dims, or 0; leave "
+                "out flat_from, or give the array another dim"
+            )
         put(self, "padded", bool(self.padded) and not self._divides_otherwise)
 
     def _canonical(self, value: Entry, size: int) -> Entry:
@@ -151,12 +157,17 @@ class Layout:
         yield "flat", self.flat
         yield "unreduced", self.unreduced
 
+    @property
+    def _values(self) -> tuple:
+        own = (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
+        return (*own, self.flat_from) if self.flat_from else own
+
     def __reduce__(self):  # cached values and the hash must not travel
-        return _rebuild, (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
+        return _rebuild, self._values
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded))
+        return hash(self._values)
 
     def __hash__(self) -> int:
         return self._hash
@@ -239,7 +250,7 @@ class Layout:
 
     def block_shape(self, shard: Shard) -> tuple[int, ...]:
         """Shape of a shard's block after the dims are split and before it is flattened."""
-        return _block(self.cuts, shard, self.padded)[1]
+        return block_of(self.cuts, shard, self.padded)[1]
 
     # ---- what a rank holds
 
@@ -249,9 +260,10 @@ class Layout:
         block = self.block_shape(shard)
         if not self.flat:
             return block
+        size, k = math.prod(block[self.flat_from :]), self.flat_from
         if self.padded:
-            return (rooms(math.prod(block), self.flat_counts)[-1],)
-        return (nested_chunk(math.prod(block), self.flat_counts, shard[-1])[1],)
+            return (*block[:k], rooms(size, self.flat_counts)[-1])
+        return (*block[:k], nested_chunk(size, self.flat_counts, shard[-1])[1])
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """Which global boxes the rank holds and where they are in its contiguous local tensor. No box is empty."""
@@ -259,7 +271,7 @@ class Layout:
 
     def shard_boxes(self, shard: Shard) -> tuple[Box, ...]:
         """The boxes of the ranks that hold a shard."""
-        return _boxes(self.cuts, self.flat_counts, shard, self.padded)
+        return boxes_of(self.cuts, self.flat_counts, shard, self.padded, self.flat_from)
 
     def overlapping(self, start: Sequence[int], stop: Sequence[int]) -> Iterator[tuple[Shard, list[Box]]]:
         """The shards that hold something of the global indices [start, stop), and what: boxes in their local storage.
@@ -288,8 +300,10 @@ class Layout:
         """Flat ranges of a block that may hold something of [start, stop)."""
         if not self.flat_counts:
             return [0]
-        per_dim, block = _block(self.cuts, indices, self.padded)
-        strides, first, last = row_major_strides(block), 0, 0
+        per_dim, block = block_of(self.cuts, indices, self.padded)
+        size = math.prod(block[self.flat_from :])
+        strides = [0] * self.flat_from + list(row_major_strides(block[self.flat_from :]))
+        first = last = 0
         for found, stride, lo, hi in zip(per_dim, strides, start, stop, strict=True):
             inside = [s for s in found if s.start < hi and s.start + s.length > lo]
             if not inside:
@@ -297,7 +311,7 @@ class Layout:
             a, z = inside[0], inside[-1]
             first += (a.local + max(0, lo - a.start)) * stride
             last += (z.local + min(z.length, hi - z.start) - 1) * stride
-        return [i for i, _, _ in overlapping_chunks(math.prod(block), self.flat_counts, first, last + 1, self.padded)]
+        return [i for i, _, _ in overlapping_chunks(size, self.flat_counts, first, last + 1, self.padded)]
 
     @property
     def is_even(self) -> bool:
@@ -322,19 +336,19 @@ class Layout:
     @cached_property
     def _divides_otherwise(self) -> bool:
         """Whether ranks that hold equal pieces of the dims that are assigned hold equally many elements."""
-        dims_even = all(
-            part % math.prod(cut.counts) == 0 for cut in self.cuts if not cut.order for part in cut.parts
-        )  # fmt: skip
-        if not self.flat or 0 in self.shape:
-            return dims_even or bool(self.flat)
-        ranges = math.prod(self.flat_counts)
-        return dims_even and all(size % ranges == 0 for size in self._blocks)
+        flat = self.flat_from if self.flat else len(self.cuts)
+        # Of nothing all ranges are as long, however its dims are cut.
+        cuts = self.cuts[:flat] if 0 in self.shape[flat:] else self.cuts
+        if any(part % math.prod(cut.counts) for cut in cuts if not cut.order for part in cut.parts):
+            return False
+        return not self.flat or all(size % math.prod(self.flat_counts) == 0 for size in self._blocks)
 
     @cached_property
     def _blocks(self) -> tuple[int, ...]:
-        """How many elements the blocks have that ranks hold before any flattening: one number but for assigned dims."""
+        """How many elements are flattened and cut into ranges, if any: one number but for assigned dims."""
         lengths = [
-            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, self.padded)] for cut in self.cuts
+            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, self.padded)]
+            for cut in self.cuts[self.flat_from :]
         ]
         return tuple(sorted({math.prod(block) for block in itertools.product(*lengths)}))
 
@@ -441,6 +455,7 @@ class Layout:
             "unreduced": list(self.unreduced),
             "flat": list(self.flat),
             **({"padded": True} if self.padded else {}),
+            **({"flat_from": self.flat_from} if self.flat_from else {}),
         }
 
     @staticmethod
@@ -449,30 +464,9 @@ class Layout:
         spec = tuple(entry_from_json(e) for e in value["spec"])
         shape, dtype, mesh = tuple(value["shape"]), dtype_from_name(value["dtype"]), Mesh.from_json(value["mesh"])
         axes = {"unreduced": tuple(value["unreduced"]), "flat": tuple(value["flat"])}
-        return Layout(shape, dtype, mesh, spec, **axes, padded=value.get("padded", False))
+        how = {name: value[name] for name in ("padded", "flat_from") if name in value}
+        return Layout(shape, dtype, mesh, spec, **axes, **how)
 
 
-def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False) -> Layout:
-    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded)
-
-
-def _block(cuts: tuple[Cut, ...], shard: Shard, padded: bool) -> tuple[list[tuple[Segment, ...]], tuple[int, ...]]:
-    """The segments of every dim at a shard, and the shape of the block that they make."""
-    # The shard may have a flat index behind.
-    per_dim = [segments(cut, i, padded) for cut, i in zip(cuts, shard, strict=False)]
-    return per_dim, tuple(cut.length(i, padded) for cut, i in zip(cuts, shard, strict=False))
-
-
-@lru_cache(maxsize=65536)
-def _boxes(cuts: tuple[Cut, ...], flat_counts: tuple[int, ...], shard: Shard, padded: bool) -> tuple[Box, ...]:
-    """The boxes of a shard of any layout that is cut like this."""
-    per_dim, block = _block(cuts, shard, padded)
-    strides = row_major_strides(block)
-    if not flat_counts:
-        return tuple(segment_boxes(per_dim, strides, 0, (0,) * len(block), block))
-    start, length = (padded_chunk if padded else nested_chunk)(math.prod(block), flat_counts, shard[-1])
-    return tuple(
-        box
-        for at, shape in range_boxes(block, start, start + length)
-        for box in segment_boxes(per_dim, strides, start, at, tuple(a + n for a, n in zip(at, shape, strict=True)))
-    )
+def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False, flat_from=0) -> Layout:
+    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded, flat_from=flat_from)

@@ -80,6 +80,7 @@ def one_line(layout) -> str:
     """
     dims = ", ".join(_dim(size, value) for size, value in zip(layout.shape, layout.spec, strict=True))
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
+    flat += f" from dim {layout.flat_from}" if layout.flat_from else ""
     unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
     return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{' padded' if layout.padded else ''} on {layout.mesh}"
 
@@ -89,8 +90,8 @@ def require_shares(layout, who: str) -> None:
     begins with this, so that the reason is not a shape."""
     if layout.assigned:
         raise ValueError(
-            f"{who}: got {layout}, whose dim {layout.assigned[0]} is assigned in pieces of sizes or an order of its own,"
-            " wanted an equal share for every rank, as a step has one graph for all (pipelines, with a graph for each "
+            f"{who}: got {layout}, whose dim {layout.assigned[0]} is assigned in pieces of sizes or an order of its own"
+            ", wanted an equal share for every rank, as a step has one graph for all (pipelines, with a graph for each "
             "stage, are not there yet); restore the checkpoint with a layout without sizes and order, or move the array"
             " to one with layout.plan_reshard"
         )

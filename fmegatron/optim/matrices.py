@@ -138,7 +138,7 @@ def _stacks_of(x, layout, share, sizes):
         whole = whole.replace(spec=(*whole.spec[:-1], None))
     local = whole.local_shape(0)
     flat = tuple(name for name in layout.flat if layout.mesh[name] > 1)
-    if flat and (gathered or x.numel() % (local[-2] * local[-1])):
+    if flat and (gathered or layout.flat_from or x.numel() % (local[-2] * local[-1])):
         gathered, flat = (*gathered, *flat), ()
     if gathered:
         x = in_layout(x, layout, whole)

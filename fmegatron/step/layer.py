@@ -113,11 +113,12 @@ def layer_layout(layout: Layout) -> Layout:
 
 
 def _of_one_layer(path: str, layout: Layout) -> Layout:
-    if not layout.shape or layout.axes(0) or layout.flat:
+    if not layout.shape or layout.axes(0) or (layout.flat and not layout.flat_from):
         raise ValueError(
             f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; name the axis on another dim"
         )
-    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:], padded=layout.padded)
+    how = {"flat": layout.flat, "flat_from": max(0, layout.flat_from - 1), "padded": layout.padded}
+    return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:], **how)
 
 
 def unstack(stacked: structure.Tree) -> list:

@@ -61,6 +61,15 @@ PADDED = {
     "range": Layout((5, 7), torch.float64, MESH, flat=("a",), padded=True),
     "range of a shard": Layout((4, 7), torch.float64, MESH, ("b",), flat=("a",), padded=True),
     "range of ranges": Layout((5, 7), torch.float64, MESH, flat=("a", "b"), padded=True),
+    "range of a layer": Layout((2, 5, 7), torch.float64, MESH, flat=("a",), flat_from=1, padded=True),
+    "range of ranges of a layer": Layout((2, 5, 7), torch.float64, MESH, flat=("a", "b"), flat_from=1, padded=True),
+    "range of a shard of a layer": Layout(
+        (2, 4, 7), torch.float64, MESH, (None, "b"), flat=("a",), flat_from=1, padded=True
+    ),
+    "range of a shard of layers": Layout((4, 5, 7), torch.float64, MESH, ("b",), flat=("a",), flat_from=1, padded=True),
+    "range of interleaved columns": Layout(
+        (2, 3, 10), torch.float64, MESH, (None, None, Split("b", (6, 4))), flat=("a",), flat_from=1, padded=True
+    ),
 }
 
 

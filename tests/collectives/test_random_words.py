@@ -45,6 +45,11 @@ LAYOUTS = {
     "interleaved over two axes": Layout((2, 16), torch.float32, MESH, ("dp", Split(("fsdp", "tp"), 2))),
     "flat, in rows": Layout((3, 5, 4), torch.float32, MESH, flat=("fsdp",)),
     "flat, whole rows": Layout((4, 3), torch.float32, MESH, flat=("fsdp", "dp")),
+    "flat from dim 1": Layout((3, 5, 4), torch.float32, MESH, flat=("fsdp", "dp"), flat_from=1),
+    "flat from dim 1 of split dims": Layout((4, 6, 2), torch.float32, MESH, ("dp", "tp"), flat=("fsdp",), flat_from=1),
+    "flat from dim 1, interleaved": Layout(
+        (4, 3, 12), torch.float32, MESH, (Split("dp", 2), None, Split("tp", (4, 8))), flat=("fsdp",), flat_from=1
+    ),
     "flat of a split dim 0": Layout((4, 3), torch.float32, MESH, ("tp",), flat=("dp",)),
     "flat of a split dim 1": Layout((3, 8), torch.float32, MESH, (None, "tp"), flat=("fsdp",)),
     "flat rows of a split dim 1": Layout((4, 6), torch.float32, MESH, (None, "tp"), flat=("fsdp",)),

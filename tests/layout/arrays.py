@@ -44,7 +44,7 @@ def reference_local(x: torch.Tensor, layout, rank: int) -> torch.Tensor:
         else:
             pieces = [take(part, dim, layout.axes(dim)) for part in x.split(layout.parts[dim], dim)]
         x = torch.cat(pieces or [x.narrow(dim, 0, 0)], dim)
-    return take(x.reshape(-1), 0, layout.flat) if layout.flat else x
+    return take(x.flatten(layout.flat_from), layout.flat_from, layout.flat) if layout.flat else x
 
 
 def execute(src, dst, locals_: list[torch.Tensor], plans) -> list[torch.Tensor]:

@@ -63,5 +63,6 @@ def layouts(
             spec.append(Split(axes, sizes=sizes, order=tuple(order)))
         else:
             spec.append(axes)
-    flat = places["flat"]
-    return Layout(shape, dtype, mesh, tuple(spec), unreduced=places["unreduced"], flat=flat, padded=padded)
+    flat, first = places["flat"], draw(st.integers(0, max(0, len(shape) - 1)))
+    cuts = {"flat": flat, "flat_from": first if flat else 0, "padded": padded}
+    return Layout(shape, dtype, mesh, tuple(spec), unreduced=places["unreduced"], **cuts)

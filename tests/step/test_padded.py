@@ -124,7 +124,10 @@ def test_decoder_equals_torch(name, mesh, microbatches, clip_norm):
         assert relative_error(a, b) <= 1e-10, path
 
 
-OF_MATRICES = {"muon": optim.muon(1e-2), "adafactor": contrib.adafactor(1e-2)}
+OF_MATRICES = {
+    "muon": optim.muon(1e-2), "adafactor": contrib.adafactor(1e-2),
+    "soap": contrib.soap(1e-2, eps=1e-3, matrices=["blocks"]),
+}  # fmt: skip
 
 
 def with_optimizer(mesh, name, optimizer, config):
@@ -140,10 +143,12 @@ EXPERTS = model.llama(
     param_dtype=torch.float64, compute_dtype=torch.float64,
     mlp=model.MoE(nn.Router(4, 2), 22, balance=0.01, ep=("dp",)),
 )  # fmt: skip
+# SOAP's state has eigenvectors, which rounding turns: after one step by 1.1e-8 here, by 1.0e-8 on the even fsdp=2.
+TURNED = 1e-6
 OTHERS = [
     ("zero3", Mesh(fsdp=3), "muon", make_config()), ("hybrid", Mesh(dp=2, fsdp=3), "muon", make_config()),
     ("zero1", Mesh(fsdp=3, tp=2), "muon", make_config()), ("zero3", Mesh(fsdp=3, tp=2), "adafactor", make_config()),
-    ("zero3", Mesh(dp=2, fsdp=3), "adafactor", EXPERTS),
+    ("zero3", Mesh(dp=2, fsdp=3), "adafactor", EXPERTS), ("zero3", Mesh(fsdp=3), "soap", make_config()),
 ]  # fmt: skip
 
 
@@ -156,11 +161,45 @@ def test_matrices_and_experts(name, mesh, kind, config):
     whole = tree.init(with_optimizer(Mesh(), name, OF_MATRICES[kind], config)[1], key=0, rank=0)
     assert_parity(
         lambda m: with_optimizer(m, name, OF_MATRICES[kind], config)[0], mesh, whole, strategies.batch_at(config, 0),
-        layouts=(state, batch), steps=3,
+        layouts=(state, batch), steps=3, tolerance=TURNED if kind == "soap" else 1e-10,
     )  # fmt: skip
 
 
-def test_8_bit_state_of_padded_rows_is_refused():
+@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_8_bit_state_of_padded_rows(name):
+    """Rows that are full on every rank, of which the last rank has fewer: to the rounding of float32."""
+    optimizer = contrib.compressed(optim.adamw(1e-2), [("adam/m", contrib.int8(block=64, smallest=2000))])
+    strategy, mesh = STRATEGIES[name], Mesh(fsdp=3)
+
+    def parts(mesh):
+        shapes, axes = {"w": (250, 14), "v": (14, 9)}, Axes(mesh)
+        layouts = tree.map(lambda s: strategy.params_layout(s), {
+            name: Layout(shape, torch.float32, mesh) for name, shape in shapes.items()
+        })  # fmt: skip
+
+        def loss(params, batch):
+            w = nn.gather_tree(params, layouts, axes[axes.data])
+            loss = (torch.tanh(batch["x"] @ w["w"]) @ w["v"]).square().sum() / 210
+            return loss, {"loss": psum(loss.detach(), axes[axes.data])}
+
+        specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Normal(1.0)), layouts)
+        train_step = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy, clip_norm=0.1)
+        batch = {"x": strategy.batch_layout((210, 250), torch.float32, mesh)}
+        return train_step, step.state_specs(specs, optimizer, strategy), batch
+
+    train_step, state, batch = parts(mesh)
+    stored = state.opt["adam"]["m"]["w"]
+    assert str(stored["codes"].layout) == "i8[250@fsdp, 14] padded on fsdp3" and stored["scale"].layout.padded
+    report = step.check(train_step, state, batch)
+    assert report.ok, str(report)
+    x = torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(0))
+    whole = tree.init(parts(Mesh())[1], key=0, rank=0)
+    assert_parity(
+        lambda m: parts(m)[0], mesh, whole, {"x": x}, layouts=(state, batch), steps=3, tolerance=1e-5
+    )  # fmt: skip
+
+
+def test_8_bit_state_of_rows_cut_into_padded_pieces_is_refused():
     formats = [("adam/m", contrib.int8(block=8))]
     config = model.llama(vocab_size=58, dim=40, layers=2, heads=4, kv_heads=2, ffn_dim=22, max_seq=16)
     with pytest.raises(ValueError, match="cut into uneven or padded pieces, wanted .* leave it in Float32"):
@@ -170,17 +209,21 @@ def test_8_bit_state_of_padded_rows_is_refused():
 
 
 # ---- the share of a rank ---------------------------------------------------------------------------------------------
-LLAMA = {
-    "8B": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336},
-    "70B": {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 28672},
-}
-RANKS = (3, 6, 12, 24, 40, 72, 96)
+SIZES_8B = {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336, "max_seq": 8192}
+DECODERS = {
+    "8B": model.llama(vocab_size=128256, **SIZES_8B),
+    "70B": model.llama(
+        vocab_size=128256, dim=8192, layers=80, heads=64, kv_heads=8, ffn_dim=28672, max_seq=8192
+    ),
+    "Mixtral": model.llama(vocab_size=32000, mlp=model.MoE(nn.Router(8, 2), 14336), **SIZES_8B),
+}  # fmt: skip
+RANKS = (3, 6, 12, 24, 40, 72, 96, 768)
 
 
 def share(size, name, mesh) -> float:
     """Elements that a rank holds of parameters, and of the optimizer's state, relative to its share: the larger."""
     strategy = DataParallel.named(name)
-    specs = model.specs(model.llama(vocab_size=128256, max_seq=8192, **LLAMA[size]), mesh, strategy=strategy)
+    specs = model.specs(DECODERS[size], mesh, strategy=strategy)
     state, found = step.state_specs(specs, optim.adamw(1e-3), strategy), []
     for axes, part in ((strategy.params, state.params), (strategy.optim, state.opt)):
         leaves = tree.leaves(tree.layouts(part))
@@ -189,25 +232,29 @@ def share(size, name, mesh) -> float:
     return max(found)
 
 
-def meshes_of(name, n):
+def meshes_of(name, n, tps):
     if name.startswith("zero"):
-        return [Mesh(fsdp=n), Mesh(fsdp=n, tp=4)]
-    return [Mesh(dp=2, fsdp=n), Mesh(dp=n, fsdp=8)]
+        return [Mesh(fsdp=n, tp=tp) for tp in tps]
+    return [mesh for tp in tps for mesh in (Mesh(dp=2, fsdp=n, tp=tp), Mesh(dp=n, fsdp=8, tp=tp))]
 
 
-@pytest.mark.parametrize("name", ["zero3", "hybrid"])
-def test_every_rank_of_8b_holds_its_share(name):
-    for n in (24, 40, 96):
-        assert share("8B", name, meshes_of(name, n)[-1]) <= 1.02
+GRID = [(size, name) for size in DECODERS for name in NAMES]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", LLAMA)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size, name", few(5, GRID))
 def test_every_rank_holds_its_share(size, name):
+    """On paper: nothing is allocated. Worst: 1.0121, of Mixtral, hybrid, dp=40·fsdp=8·tp=8."""
     for n in RANKS:
-        for mesh in meshes_of(name, n):
+        for mesh in meshes_of(name, n, (1, 4, 8)):
             assert share(size, name, mesh) <= 1.02, mesh
+
+
+def test_boxes_of_a_range_within_the_layer_are_few():
+    mesh = Mesh(fsdp=768)
+    layout = model.specs(DECODERS["8B"], mesh, strategy=DataParallel.zero3())["blocks"]["mlp"]["w_down"].layout
+    assert str(layout) == "f32[32, 14336, 4096] flat@fsdp from dim 1 padded on fsdp768"
+    assert layout.local_shape(5) == (32, -(-14336 * 4096 // 768))
+    assert all(len(layout.boxes(rank)) <= 3 for rank in (0, 1, 400, 766, 767))
 
 
 def test_what_divides_is_never_padded():
@@ -232,7 +279,9 @@ def test_a_dim_that_divides_then_ranges_that_divide_then_least_padding():
     assert str(placed((9, 4), mesh)) == "f32[9, 4] flat@fsdp on fsdp6"
     assert str(placed((128, 1000), mesh)) == "f32[128, 1000@fsdp] padded on fsdp6"  # 1002
     assert str(placed((7, 13), mesh)) == "f32[7, 13] flat@fsdp padded on fsdp6"
-    assert str(placed((4, 7, 13), mesh, whole=(0,))) == "f32[4, 7, 13@fsdp] padded on fsdp6"  # no ranges of a stack
+    assert str(placed((4, 7, 13), mesh, whole=(0,))) == "f32[4, 7, 13] flat@fsdp from dim 1 padded on fsdp6"
+    assert str(placed((4, 6, 14), Mesh(fsdp=4), whole=(0,))) == "f32[4, 6, 14] flat@fsdp from dim 1 on fsdp4"
+    assert str(placed((4, 128, 1000), mesh, whole=(0,))) == "f32[4, 128, 1000@fsdp] padded on fsdp6"  # a matrix
     assert str(placed((13,), mesh)) == "f32[13@fsdp] padded on fsdp6"
     assert str(placed((1,), mesh)) == "f32[1] on fsdp6"  # there is nothing to share
     assert str(placed((64, 32), Mesh(fsdp=24), whole=(0,))) == "f32[64, 32@fsdp] padded on fsdp24"
@@ -247,8 +296,8 @@ def test_an_axis_of_size_one_changes_no_placement():
 def test_a_large_leaf_that_would_stay_whole_is_an_error():
     mesh = Mesh(fsdp=3, tp=2)
     with pytest.raises(ValueError, match="every rank along fsdp would hold all .* do not split it over tp"):
-        placed((2, 1 << 20), mesh, None, Split("tp", 2), whole=(0,))
-    assert not placed((2, 1 << 10), mesh, None, Split("tp", 2), whole=(0,)).axes(1) == ("tp", "fsdp")  # a small one may
+        placed((1 << 20, 2), mesh, Split("tp", 2), whole=(1,))
+    assert not placed((1 << 10, 2), mesh, Split("tp", 2), whole=(1,)).axes(0) == ("tp", "fsdp")  # a small one may
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------

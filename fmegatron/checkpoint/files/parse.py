@@ -106,6 +106,7 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
         "flat": list(_names(_child(leaf.layout, "flat", list))),
         "unreduced": [],
         "padded": leaf.layout.get("padded") is True,
+        "flat_from": _child({"flat_from": 0, **leaf.layout}, "flat_from", int),
         "mesh": parse_mesh(meshes[number]).to_json(),
     }
     return Layout.from_json(row)

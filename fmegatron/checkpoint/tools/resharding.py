@@ -340,4 +340,5 @@ def _moved(layout: Layout, meshes: Sequence[Mesh]) -> Layout:
         if isinstance(entry, Split) and entry.assigned and mesh.extent(axes) != layout.mesh.extent(entry.names):
             entry = None  # pieces for other ranks
         spec.append(entry.over(axes) if isinstance(entry, Split) and axes else axes)
-    return Layout(layout.shape, layout.dtype, mesh, tuple(spec), flat=kept(layout.flat), padded=layout.padded)
+    ranges = {"flat": kept(layout.flat), "flat_from": layout.flat_from}
+    return Layout(layout.shape, layout.dtype, mesh, tuple(spec), **ranges, padded=layout.padded)

@@ -112,6 +112,7 @@ def plan_digest(plans: Sequence[LeafPlan]) -> str:
             p.layout.dtype,
             p.layout.spec,
             (p.layout.flat, "padded") if p.layout.padded else p.layout.flat,
+            *([p.layout.flat_from] if p.layout.flat_from else []),
             meshes.setdefault(p.layout.mesh, len(meshes)),
         )
         for p in plans
@@ -167,7 +168,8 @@ def merge(
     meshes: list[Mesh] = []
     leaves, rows = {}, {}
     for p in plans:
-        key = p.layout.mesh, p.layout.spec, p.layout.flat, p.layout.padded  # thousands of leaves share a few
+        # Thousands of leaves share a few.
+        key = p.layout.mesh, p.layout.spec, p.layout.flat, p.layout.flat_from, p.layout.padded
         if (row := rows.get(key)) is None:
             row = rows[key] = layout_to_json(p.layout, meshes)
         common = (p.path, p.layout.shape, dtype_text(p.layout.dtype), row)

@@ -192,7 +192,7 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
             unit = math.gcd(unit, start, 0 if order else _inner_cuts(part, counts, layout.padded))
             start += part
         units.append(unit)
-        if layout.flat:
+        if layout.flat and dim >= layout.flat_from:
             if order:
                 cut = {tuple(s.length for s in split.segments(layout.cuts[dim], i)) for i in set(order)}
             elif layout.padded:
@@ -205,6 +205,7 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
     for block in blocks if layout.flat else ():
         step = _inner_cuts(math.prod(map(sum, block)), [mesh[name] for name in layout.flat], layout.padded)
         within = _flat_units(block, step) if step else ()
+        within = within and ((0,) * layout.flat_from + within)
         if within is None:
             return (1,) * len(layout.shape)
         units = [math.gcd(u, w) for u, w in zip(units, within, strict=True)] if within else units

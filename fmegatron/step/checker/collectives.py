@@ -39,7 +39,7 @@ from fmegatron.step.checker.dims import (
     stripped,
 )
 from fmegatron.step.checker.marks import raised
-from fmegatron.step.checker.movement import reshaped
+from fmegatron.step.checker.movement import elsewhere, reshaped
 from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of, terms
 from fmegatron.step.checker.values import (
     First,
@@ -196,9 +196,11 @@ def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: place
             x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else (), true.get(dim))
     if not place.block:
         return x
-    x = reshaped(scope, node, x, (size_of(tuple(atom for dim in x.dims for atom in dim)),))
+    first = place.first
+    flattened = size_of(tuple(atom for dim in x.dims[first:] for atom in dim))
+    x = reshaped(scope, node, x, (*map(size_of, x.dims[:first]), flattened))
     flat = axes_on(axes, place, places.FLAT)
-    return _dim_cut(scope, node, x, 0, flat, (), true.get(places.FLAT), ranges=True) if flat else x
+    return _dim_cut(scope, node, x, first, flat, (), true.get(places.FLAT), ranges=True) if flat else x
 
 
 def _dim_cut(
@@ -235,9 +237,10 @@ def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: 
     """A value in full over the axes. Where the place describes what a dim consists of, they must shard just that."""
     true = dict(place.true)
     if place.block:
-        x = _dim_gathered(scope, node, x, 0, axes_on(axes, place, places.FLAT), None, False, "the flattened block")
-        x = _without_padding(x, 0, math.prod(place.block), (), true.get(places.FLAT))
-        x = reshaped(scope, node, x, place.block)
+        first, flat = place.first, axes_on(axes, place, places.FLAT)
+        x = _dim_gathered(scope, node, x, first, flat, None, False, "the flattened block")
+        x = _without_padding(x, first, math.prod(place.block[first:]), (), true.get(places.FLAT))
+        x = _unflattened(scope, node, x, place.block, first)
     for dim in range(len(x.dims)):
         names, here = axes_on(axes, place, dim), dim == place.interleaved
         if names:
@@ -246,6 +249,13 @@ def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: 
             sizes = true.get(dim, ())
             x = _without_padding(x, dim, sum(sizes), sizes, true.get(dim))
     return x
+
+
+def _unflattened(scope: Scope, node: Node, x: Value, block: tuple[int, ...], first: int) -> Value:
+    """The last dim as the dims of a block from `first` on; those before stay, also of size 1."""
+    before = x.dims[:first]
+    x = reshaped(scope, node, x.with_dims(x.dims[first:]), block[first:])
+    return elsewhere(x, range(first, len(block))).with_dims((*before, *x.dims))
 
 
 def _without_padding(x: Value, dim: int, size: int, parts: tuple[int, ...], true: tuple[int, ...] | None) -> Value:

@@ -40,7 +40,7 @@ _SOME = frozenset(("slice", "select"))
 def reshaped(scope: Scope, node: Node, x: Value, shape: Sequence[int]) -> Value:
     """A view to another shape. Where sharded factors do not line up, it is sharded on a dim that is not known."""
     found = viewed(x.dims, shape)
-    x = _elsewhere(x, None)
+    x = elsewhere(x, None)
     if found is not None:
         return _lost(x.with_dims(found.dims), found.lost)
     axes = [axis for axis in scope.mesh.names if x.shards(axis)]
@@ -52,7 +52,7 @@ def _lost(x: Value, lost: dict) -> Value:
     return replace(x, marks={**x.marks, **marks}) if marks else x
 
 
-def _elsewhere(x: Value, positions: Sequence[int] | None) -> Value:
+def elsewhere(x: Value, positions: Sequence[int] | None) -> Value:
     """A value of which dim d goes to positions[d]; None: somewhere. Of axes whose dim is not known."""
     marks = {
         axis: mark._replace(dims=None if positions is None else tuple(sorted(positions[d] for d in mark.dims)))
@@ -67,7 +67,7 @@ def permuted(x: Value, order: Sequence[int]) -> Value:
     positions = [0] * len(order)
     for new, old in enumerate(order):
         positions[old] = new
-    return _elsewhere(x, positions).with_dims(x.dims[d] for d in order)
+    return elsewhere(x, positions).with_dims(x.dims[d] for d in order)
 
 
 def transposed(x: Value, a: int = 0, b: int = 1) -> Value:
@@ -83,7 +83,7 @@ def unsqueezed(x: Value, dim: int) -> Value:
     """A new dim of size 1."""
     dim %= len(x.dims) + 1
     positions = [d + (d >= dim) for d in range(len(x.dims))]
-    return replace(_elsewhere(x, positions).with_dims((*x.dims[:dim], (), *x.dims[dim:])), ramp=x.ramp)
+    return replace(elsewhere(x, positions).with_dims((*x.dims[:dim], (), *x.dims[dim:])), ramp=x.ramp)
 
 
 def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
@@ -102,7 +102,7 @@ def squeezed(x: Value, dims: Sequence[int] | int | None) -> Value:
             carried = ()
     if carried and out:
         out[-1] = canonical(out[-1] + carried)
-    return replace(_elsewhere(x, positions if known else None).with_dims(out), ramp=x.ramp)
+    return replace(elsewhere(x, positions if known else None).with_dims(out), ramp=x.ramp)
 
 
 def _merged(carried: Dim, dim: Dim) -> Dim:
@@ -122,7 +122,7 @@ def expanded(x: Value, shape: Sequence[int]) -> Value:
     for d, n in enumerate(shape):
         dim = x.dims[d - new] if d >= new else ()
         dims.append(dim if n == size_of(dim) else (*dim, Atom(n, UNIFORM)))
-    return _elsewhere(x, [d + new for d in range(len(x.dims))]).with_dims(dims)
+    return elsewhere(x, [d + new for d in range(len(x.dims))]).with_dims(dims)
 
 
 def sliced(
@@ -187,7 +187,7 @@ def padded(x: Value, shape: Sequence[int], dim: int, start: int, stop: int) -> V
     dims = list(x.dims)
     if len(shape) > len(dims):
         dims.insert(dim, ())
-        x = _elsewhere(x, [d + (d >= dim) for d in range(len(x.dims))])
+        x = elsewhere(x, [d + (d >= dim) for d in range(len(x.dims))])
     atoms = interleaved(dims[dim])
     first = atoms[0] if atoms else Atom(1, ())
     if first.axes:
@@ -304,7 +304,7 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
         else:
             x = replace(x, marks={**x.marks, axis: mark._replace(dims=left or None)})
     rest = [d for i, d in enumerate(x.dims) if i != dim]
-    x = _elsewhere(x, [d - (d > dim) for d in range(len(x.dims))])
+    x = elsewhere(x, [d - (d > dim) for d in range(len(x.dims))])
     what = "takes one of what a collective brought together"
     marks: dict[str, Mark] = {fold.axis: scope.unknown(node, what) for fold in folds_of(atoms) if fold.kind != "copies"}
     what = f"takes one index of dim {dim}, which is sharded"

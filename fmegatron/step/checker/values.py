@@ -290,11 +290,13 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
             cuts.add(at)
         dims.append(canonical((Atom(n, axes, frozenset(cuts)),)))
     if layout.flat:
-        whole = canonical(tuple(atom for dim in dims for atom in dim))
+        first = layout.flat_from
+        whole = canonical(tuple(atom for dim in dims[first:] for atom in dim))
         if flat and layout.padded:
-            dims = [(Atom(layout.local_shape(0)[0], flat, frozenset(), whole),)]
-        else:
-            dims = [cut(whole, flat, layout.mesh.extent(flat)) if flat else whole]
+            whole = (Atom(layout.local_shape(0)[first], flat, frozenset(), whole),)
+        elif flat:
+            whole = cut(whole, flat, layout.mesh.extent(flat))
+        dims = [*dims[:first], whole]
     pads = dict.fromkeys(layout.padding_axes, Padding(0.0)) if layout.padded else NOTHING
     return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1}, pads=pads)
 
