@@ -59,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
             own = (ids >= 0) & (ids < logits.shape[-1])
             label = logits.gather(-1, ids.clamp(0, logits.shape[-1] - 1)[..., None]).squeeze(-1).to(z.dtype)
             label = ops.declare(
-                label * own.to(z.dtype), tp, forward="partial"
+                torch.where(own, label, 0.0), tp, forward="partial"
             )  # its owner adds the logit, the others zero
             total, label = psum(torch.stack((total, label)), tp).unbind(0)
         lse = top + total.log()
@@ -142,6 +142,8 @@ class _Chunked(torch.autograd.Function):
         for x_BSD, ids_BS in zip(_parts(x, chunks), _parts(ids, chunks), strict=True):
             z_BSV = _wide(_capped(x_BSD @ head, cap), real)
             top_BS = z_BSV.amax(-1)
+            if real is not None:  # a rank may have nothing but padding
+                top_BS = top_BS.clamp(min=torch.finfo(top_BS.dtype).min)
             label_BS = z_BSV.gather(-1, ids_BS.clamp(0, columns - 1)[..., None]).squeeze(-1)
             found.append((top_BS, (z_BSV - top_BS[..., None]).exp().sum(-1), label_BS))
         own_top, total, label = (_joined(parts, labels.shape) for parts in zip(*found, strict=True))
