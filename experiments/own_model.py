@@ -75,7 +75,7 @@ def decoder(config):
 
     def loss_fn(params, batch):
         logits_BSV = model.logits(params, batch["tokens"], of, axes, save="mincut")
-        nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"], of.vocab_size)
+        nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"])
         focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
         loss, nll = (step.mean(x.sum(), x.numel()) for x in (focal_BS, nll_BS))
         return loss, {"nll": nll}

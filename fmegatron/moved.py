@@ -1,5 +1,7 @@
 """Public names of before 2026-11-27: where each one is now. Until version 0.3."""
 
+import dis
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -236,6 +238,10 @@ def no_name(package: str) -> Callable[[str], NoReturn]:
     def missing(name: str) -> NoReturn:
         place = _place_of(room, name)
         told = f"; {place} (docs/changes.md)" if place else ""
+        # `from room import name` drops the text of an AttributeError, but not that of an ImportError.
+        here = sys._getframe(1)
+        if place and here.f_code.co_code[here.f_lasti] == dis.opmap["IMPORT_FROM"]:
+            raise ImportError(f"cannot import name {name!r} from {package!r}{told}", name=package)
         raise AttributeError(f"module {package!r} has no attribute {name!r}{told}", name=name)
 
     return missing

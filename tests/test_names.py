@@ -81,6 +81,21 @@ def test_names_of_before_say_where_they_are(package):
         assert re.search(rf"\b{name}\b", told), f"docs/changes.md does not say what stands for {room}.{name}"
 
 
+def test_an_import_says_so_too():
+    """`from room import name` drops the text of an AttributeError: a name of before is an ImportError there, which has
+    it; elsewhere nothing changes."""
+    with pytest.raises(
+        ImportError, match="cannot import name 'Jitted' from 'fmegatron.step'.*step.jitted import Jitted"
+    ):
+        from fmegatron.step import Jitted  # noqa: F401
+    with pytest.raises(ImportError, match=r"'balance_loss' from 'fmegatron.nn'; in its place stands .*expert_probs"):
+        exec("from fmegatron.nn import balance_loss, dropout", {})
+    with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
+        from fmegatron.step import nonsense  # noqa: F401
+    step = importlib.import_module("fmegatron.step")
+    assert not hasattr(step, "Jitted") and getattr(step, "Jitted", None) is None
+
+
 def test_a_name_that_never_was():
     with pytest.raises(AttributeError, match=r"^module 'fmegatron.step' has no attribute 'nonsense'$"):
         importlib.import_module("fmegatron.step").nonsense  # noqa: B018

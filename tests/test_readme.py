@@ -10,6 +10,7 @@ import torch
 
 from fmegatron import step, tree
 from fmegatron.collectives import World
+from fmegatron.layout import DataParallel, Mesh
 from tests.house import LEVELS, ROOT, rooms, syntax
 
 MANUAL = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -92,7 +93,7 @@ def blocks() -> list[str]:
     """The Python block of the README, and those of the pages that go on from it."""
     pages = ("README.md", "docs/data_parallelism.md", "docs/randomness.md")
     found = [re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S) for page in pages]
-    assert [len(of) for of in found] == [1, 1, 1]
+    assert [len(of) for of in found] == [1, 2, 1]
     return [code for of in found for code in of]
 
 
@@ -112,6 +113,19 @@ def test_the_experiment_runs(backend, capsys, monkeypatch):
     run(code.replace("steps=200", "steps=2, log_every=1"), {})
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 2 and losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=2)], ids=str)
+def test_the_step_by_hand_runs(mesh):
+    """The second block of the page proves its step; on one rank the loss goes down."""
+    names = run(blocks()[2], {"mesh": mesh, "DataParallel": DataParallel})
+    if mesh.size == 1:
+        state, batch = tree.init(names["specs_of_state"], key=0, rank=0), {"x": torch.randn(16, 64)}
+        losses = []
+        for _ in range(3):
+            state, metrics = names["zero_step"](state, batch)
+            losses.append(float(metrics["loss"]))
+        assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -140,7 +154,7 @@ def test_state_and_batches_lie_where_the_world_computes(monkeypatch):
 
 
 def test_randomness_runs():
-    names = run(blocks()[2], {"tree": tree})
+    names = run(blocks()[3], {"tree": tree})
     assert names["noise"].shape == (16, 64) and 0 < (names["x"] == 0).sum() < 16 * 64
 
 

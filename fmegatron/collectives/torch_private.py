@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # a str to type checkers only, in newer releases only
@@ -19,6 +20,7 @@ __all__ = [
     "flight_record",
     "functional_ops",
     "group_named",
+    "recorded_root",
     "register_group",
     "register_work",
     "schema_of",
@@ -59,6 +61,12 @@ def allow_symmetric_memory(name: str) -> None:
 def functional_ops():
     """torch's functional collectives, as `torch.ops.NAMESPACE`; there is none without `torch.distributed`."""
     return torch.ops._c10d_functional
+
+
+def recorded_root() -> torch.nn.Module | None:
+    """The module from which make_fx, or who records as it does, takes names of attributes; None: nothing records."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.root
 
 
 def group_named(name: str) -> dist.ProcessGroup:

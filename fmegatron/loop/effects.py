@@ -8,6 +8,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fmegatron.layout import Layout, Mesh
@@ -47,6 +48,16 @@ def require_effects(options: Options, ranks: int, goes_on: bool, evaluates: bool
     if faults.on_difference != "raise" and faults.hash_every is None:
         wanted = "hash_every with it, without which no replicas are compared"
         _refuse("faults.on_difference", faults.on_difference, wanted, "--run.faults.hash_every=100")
+    if ranks == 1:
+        for path, group in (("log.straggler_ratio", log), ("faults.hash_every", faults)):
+            name = path.rpartition(".")[2]
+            if getattr(group, name) is not None and name in _given(group, ()):
+                _require_ranks(path, getattr(group, name), goes_on)
+    if options.until.file is not None:
+        place = Path(options.until.file).absolute().parent
+        if not place.is_dir() and Path(options.folder).absolute() not in (place, *place.parents):
+            wanted = f"a file in a folder that is there, or in that of the run: {place} is none"
+            _refuse("until.file", options.until.file, wanted, "make it first")
     if not evaluates and "eval_every" in _given(log, ()):
         _refuse("log.eval_every", log.eval_every, "an experiment with evaluations", "give evaluate=, or leave it out")
     if log.peak_flops is not None and not flops_known:
@@ -124,6 +135,15 @@ def require_axes(mesh: Mesh, layouts: Sequence[Layout]) -> None:
 def _given(group: Any, but: Collection[str]) -> list[str]:
     """The fields of a group that have another value than by default."""
     return [x.name for x in dataclasses.fields(group) if x.name not in but and getattr(group, x.name) != x.default]
+
+
+def _require_ranks(path: str, value: Any, goes_on: bool) -> None:
+    """Of an option that compares ranks, where there is one: a run that goes on may have been one of several."""
+    wanted, fix = "several ranks, of which it compares one with another", "leave it out"
+    if not goes_on:
+        _refuse(path, value, wanted, fix)
+    text = f"--run.{path}={text_of(value)}: got one rank, wanted {wanted}: nothing is compared; {fix}"
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _require_rank(path: str, value: Injection | Window, rank: int | None, ranks: int, goes_on: bool) -> None:

@@ -58,10 +58,14 @@ def planned_bytes(
         f"{from_trace.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3]
     )
     raise UsageError(
-        f"memory: got a step that takes {from_trace.in_mib(peak)} {where} ({how}), "
-        f"wanted at most {from_trace.in_mib(limit)}, {of}. The largest parts: {largest}; {fix}, or "
-        "--run.memory.plan=off"
+        f"memory: got a step that takes {_in_words(peak)} {where} ({how}), wanted at most {_in_words(limit)}, {of}. "
+        f"The largest parts: {largest}; {fix}, or --run.memory.plan=off"
     )
+
+
+def _in_words(nbytes: float) -> str:
+    """In MiB; what is less, in bytes."""
+    return from_trace.in_mib(nbytes) if nbytes >= 2**20 else f"{nbytes:,.0f} bytes"
 
 
 def described_mesh(described: Description) -> Mesh:

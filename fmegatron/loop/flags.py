@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import os
+import re
 import shlex
 import traceback
 import types
@@ -243,7 +244,9 @@ def _define(config: Config, values: flags.FlagValues) -> None:
                 f"each field is a flag; such as {field.name}_, or a field of a group (a dataclass)"
             )
         if field.hint is bool:
-            flags.DEFINE_boolean(field.name, field.value, "", flag_values=values, module_name="config")
+            flag = flags.BooleanFlag(field.name, field.value, "")
+            flag.parser = _BooleanParser()
+            flags.DEFINE_flag(flag, flag_values=values, module_name="config")
         else:
             flag = flags.Flag(_Parser(field.hint), None, field.name, None, "")
             flags.DEFINE_flag(flag, flag_values=values, module_name="config")
@@ -266,11 +269,33 @@ def _replaced(instance, prefix: str, changes: dict[str, Any], origins: Mapping[s
         made = dataclasses.replace(instance, **changes)
         check(made)  # a Config need not have a __post_init__ that does
     except ValueError as error:
-        where = sorted({origins[prefix + name] for name in changes if prefix + name in origins})
-        elsewhere = [one for one in where if not one.startswith("--")]
+        # The defaults are right, so it is one of those given: by its name in the error, or any of them.
+        given = [prefix + name for name in changes if prefix + name in origins]
+        named = [one for one in given if re.search(rf"\b{one.rpartition('.')[2]}\b", str(error))] or given
+        hints = {field.name: field.hint for field in walk(instance)}
+        flag = [one for one in named if origins[one].startswith("--")]
+        shown = [f"{origins[one]}={text_of(changes[one.removeprefix(prefix)], hints[one.removeprefix(prefix)])}"
+                 for one in flag]  # fmt: skip
+        elsewhere = sorted({origins[one] for one in named if one not in flag})
         from_ = f" (values of {', '.join(elsewhere)})" if elsewhere else ""
-        raise UsageError(str(error) + from_) from error
+        raise UsageError(f"{' '.join(shown)}{': ' if shown else ''}{error}{from_}") from error
     return made
+
+
+def with_flags(text: str, argv: Sequence[str]) -> str:
+    """The text of a UsageError, with the flags of the command line where it names none: it may be about any of them."""
+    given = [flag for flag in argv[1:] if flag.startswith("-")]
+    return text if "--" in text or not given else f"{text} (given: {shlex.join(given)})"
+
+
+class _BooleanParser(flags.BooleanParser):
+    """absl's, whose error is one text."""
+
+    def parse(self, argument):
+        try:
+            return super().parse(argument)
+        except (ValueError, TypeError):
+            raise ValueError(f"got {argument!r}, wanted true or false") from None
 
 
 class _Parser(flags.ArgumentParser):

@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from absl import logging
@@ -17,7 +18,7 @@ from fmegatron.collectives import slurm
 from fmegatron.loop.config import Config, T, UsageError
 from fmegatron.loop.experiment import Experiment
 from fmegatron.loop.faults.notice import Place, fail, watch
-from fmegatron.loop.flags import parse
+from fmegatron.loop.flags import parse, with_flags
 from fmegatron.loop.reading import READS
 
 
@@ -56,10 +57,12 @@ def launch(
     place = Place.of_environment()
     if argv is None:
         argv = [sys.argv[0]] if _in_notebook() else sys.argv
+    parsed: Any = None
     with watch(place) as faults, _only_first_rank_prints(place):
         try:
             use_threads(place)
-            result = main(parse(argv, config))
+            parsed = parse(argv, config)
+            result = main(parsed)
             if faults:
                 faults.leave("returned from main")
             return result
@@ -67,6 +70,8 @@ def launch(
             if any(note.startswith(READS) for note in getattr(error, "__notes__", ())):
                 error = _without_own_frames(error)
             usage, interrupt = isinstance(error, UsageError), isinstance(error, KeyboardInterrupt)
+            if usage and parsed is not None:
+                error.args = (with_flags(str(error), argv),)
             leaves, claimed = isinstance(error, SystemExit), isinstance(error, claims.ClaimedError)
             own = _status(error) if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
             status = 2 if usage else 130 if interrupt else own

@@ -54,7 +54,8 @@ class LossSpike:
     def __post_init__(self):
         check_action("LossSpike: then", self.then)
         if not ((self.factor > 1 or self.factor == 0) and self.window >= 1 and 1 <= self.warmup <= self.window):
-            raise ValueError(f"LossSpike: got {self}, wanted factor > 1 (or 0: none) and 1 <= warmup <= window")
+            got = f"factor={self.factor!r}, window={self.window!r}, warmup={self.warmup!r}"
+            raise ValueError(f"LossSpike: got {got}, wanted factor > 1 (or 0: none) and 1 <= warmup <= window")
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class LossStuck:
     def __post_init__(self):
         check_action("LossStuck: then", self.then)
         if self.then == "skip" or self.updates == 1 or self.updates < 0 or not self.least > 0:
+            got = f"updates={self.updates!r}, least={self.least!r}, then={self.then!r}"
             raise ValueError(
-                f"LossStuck: got {self}, wanted updates >= 2 (or 0: none), least > 0, and another action than 'skip'"
+                f"LossStuck: got {got}, wanted updates >= 2 (or 0: none), least > 0, and another action than 'skip'"
             )
 
 

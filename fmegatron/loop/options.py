@@ -26,11 +26,14 @@ import xxhash
 from fmegatron import checkpoint
 from fmegatron.collectives import World
 from fmegatron.loop.config import check, field
+from fmegatron.loop.faults.inject import Injection
+from fmegatron.loop.faults.pulse import Patience
 from fmegatron.loop.losses import LossSpike, LossStuck
 from fmegatron.loop.plain import plain
 from fmegatron.loop.restart import Restart
 from fmegatron.loop.services import check_services
 from fmegatron.loop.until import Until
+from fmegatron.loop.windows import windows
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Log:
     def __post_init__(self):
         check(self)
         check_services(self.to)
+        windows(self.profile)
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,22 @@ class Save:
     on_failure: Literal["raise", "warn"] | None = field(None, resume="free")  # none: warn of one in the background
     local: Local = field(Local(), resume="free")
 
-    __post_init__ = check
+    def __post_init__(self):
+        check(self)
+        self.kept()
 
     def kept(self) -> checkpoint.Keep | None:
         """The rules, as a Manager has them; None: all stay."""
         rules = self.keep, self.keep_every, self.keep_best, self.keep_newer_s
-        return None if rules == (None,) * 4 else checkpoint.Keep(*rules)
+        if rules == (None,) * 4:
+            return None
+        try:
+            return checkpoint.Keep(*rules)
+        except ValueError as error:
+            own = {"Keep.last": "keep", "Keep.every": "keep_every", "Keep.best": "keep_best"}
+            own["Keep.newer_than_s"] = "keep_newer_s"
+            name, colon, text = str(error).partition(": ")
+            raise ValueError(f"Save.{own[name]}: {text}" if colon and name in own else str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,11 @@ class Faults:
     stuck: LossStuck = field(LossStuck(0), resume="free")
     restart: Restart = field(Restart(0), resume="free")
 
-    __post_init__ = check
+    def __post_init__(self):
+        check(self)
+        Injection.parse(self.inject)
+        if self.patience != "off":
+            Patience.parse(self.patience)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class Restart:
 
     def __post_init__(self):
         if isinstance(self.most, bool) or not isinstance(self.most, int) or self.most < 0 or not self.meet_s > 0:
-            raise ValueError(f"Restart: got {self}, wanted most of at least 0 and meet_s above 0")
+            got = f"most={self.most!r}, meet_s={self.meet_s!r}"
+            raise ValueError(f"Restart: got {got}, wanted most of at least 0 and meet_s above 0")
 
 
 class Restarts:

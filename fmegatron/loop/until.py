@@ -35,7 +35,9 @@ class Until:
         if not self.hours > 0:
             raise ValueError(f"Until: hours: got {self.hours!r}, wanted a number above 0")
         if (self.metric is None) != (self.at_most is None and self.at_least is None):
-            raise ValueError(f"Until: got {self}, wanted metric with at_most or at_least, or none of the three")
+            given = {name: getattr(self, name) for name in ("metric", "at_most", "at_least")}
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+            raise ValueError(f"Until: got {shown}, wanted metric with at_most or at_least, or none of the three")
         for text in self.signals:
             name, _, what = text.partition("=")
             if what not in ("save", "stop") or name not in signal.Signals.__members__:

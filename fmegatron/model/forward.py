@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, step, tree
-from fmegatron.collectives import Axes, all_gather, enter
+from fmegatron.collectives import Axes, all_gather, axis_index, enter, ops
+from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model.arrays import TokenContext
 from fmegatron.model.context import positions_of
@@ -130,8 +131,20 @@ def blocks(
 
 
 def read_out(x_BSD: Tensor, w: dict, at: TokenContext, decoder: Decoder) -> Tensor:
-    """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`."""
-    return _scores(decoder.norm(x_BSD, w["final_norm"], at), w, at, decoder)
+    """Final norm and head: `x[B, S, D]@R(tp)` (S_tp with sequence parallelism) `-> logits[B, S, V_tp]`.
+
+    Columns with which the vocabulary is padded (`Decoder.vocab_multiple`) count in no loss: they are left out where a
+    rank has all columns, [B, S, vocab_size], and are minus infinity where tp splits them. Their gradient is 0.
+    """
+    tp, logits_BSV = at.axes["tp"], _scores(decoder.norm(x_BSD, w["final_norm"], at), w, at, decoder)
+    if decoder.padded_vocab == decoder.vocab_size:
+        return logits_BSV
+    if tp.size == 1:
+        return logits_BSV[..., : decoder.vocab_size]
+    columns_V = torch.arange(logits_BSV.shape[-1], device=logits_BSV.device)
+    columns_V = columns_V + axis_index(tp, like=columns_V) * logits_BSV.shape[-1]
+    padding_V = ops.declare(columns_V, tp, ("sharded", 0)) >= decoder.vocab_size
+    return logits_BSV.masked_fill(padding_V, -torch.inf)
 
 
 def _scores(x_BSD: Tensor, w: dict, at: TokenContext, decoder: Decoder) -> Tensor:
@@ -163,7 +176,8 @@ def logits(
     offload: int | None = None,
     reshard_after_forward: tuple[str, ...] | None = None,
 ) -> Tensor:
-    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype; padded columns are not masked.
+    """Next-token scores: `tokens[B, S] -> logits[B, S, V_tp]` in the compute dtype, as `read_out` gives them: without
+    the columns of a padded vocabulary, or minus infinity there where tp splits it.
 
     The arguments are those of `hidden`, of a batch of tokens alone.
     """
@@ -224,6 +238,8 @@ def known(params: dict, axes: Axes | None) -> tuple[dict, Axes]:
     """The layouts of the parameters, and the axes of their mesh where these are not given; on one rank what does not
     know its layout is full. Raises ValueError, naming the path, where it is not known on several."""
     stated = next(filter(None, map(tree.layout_of, tree.leaves(params))), None)
+    if stated is None and axes is None:
+        require_one_rank("model", tree.paths(params)[0], "parameter")
     mesh = stated.mesh if stated is not None else Mesh() if axes is None else axes.mesh
     axes = axes or Axes(mesh)
     if mesh.size > 1 or axes.mesh.size > 1:

@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
         if tp.size > 1:
             own = (ids >= 0) & (ids < logits.shape[-1])
             label = ops.declare(
-                label * own.to(z.dtype), tp, forward="partial"
+                torch.where(own, label, 0.0), tp, forward="partial"
             )  # its owner adds the logit, the others zero
             total, label = psum(torch.stack((total, label)), tp).unbind(0)
         lse = top + total.log()

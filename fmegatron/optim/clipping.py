@@ -8,6 +8,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, psum
+from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.layout import Layout
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, stateless
@@ -28,9 +29,10 @@ def global_norm(grads: structure.Tree) -> torch.Tensor:
     """The Euclidean norm of all gradients as one vector: a 0-d tensor, the same on every rank, float32 or wider.
 
     The squares of a leaf are summed over the axes that split it and over no other; so a replicated leaf counts once.
-    The leaves know their layouts, as `reduce_gradients` gives them and `tree.place` states them; one that knows none is
-    a full array (one process). ValueError names a leaf that is still a partial sum over an axis, as its norm would be
-    wrong, and leaves of two meshes.
+    The leaves know their layouts, as `reduce_gradients` gives them, `tree.add`, `tree.subtract` and `tree.scale` keep
+    them and `tree.place` states them; without any all are full, on one rank. ValueError names a leaf that is still a
+    partial sum over an axis, as its norm would be wrong, one that knows no layout where there are several ranks, and
+    leaves of two meshes.
 
         norm[] = √ Σ over sets A of axes:  psum over A of Σ over leaves split by A, in their dtype's working precision,
         of g·g
@@ -48,6 +50,7 @@ def norm_beside(grads: structure.Tree, params: structure.Tree) -> torch.Tensor:
 def _norm(grads: structure.Tree, layouts: list[Layout | None]) -> torch.Tensor:
     paths, leaves, _ = structure.flatten(grads)
     if not any(layouts):
+        _require_one_rank(paths, leaves)
         return arithmetic.squared_norm(leaves).sqrt()
     groups: dict[tuple[str, ...], list[torch.Tensor]] = {}
     axes = _axes_of(layouts)
@@ -67,6 +70,8 @@ def group_norms(grads: structure.Tree, group_of: Callable[[str], str] | None = N
     group_of = group_of or (lambda path: path.partition("/")[0])
     paths, leaves, _ = structure.flatten(grads)
     layouts = [tree.layout_of(leaf) for leaf in leaves]
+    if not any(layouts):
+        _require_one_rank(paths, leaves)
     axes = _axes_of(layouts)
     names = list(dict.fromkeys(map(group_of, paths)))
     squares: dict[tuple[str, ...], dict[str, list[torch.Tensor]]] = {}
@@ -104,6 +109,13 @@ def clip(grads: structure.Tree, norm: torch.Tensor, max_norm: float) -> structur
 def clip_by_global_norm(max_norm: float) -> Transform:
     """`clip` by `global_norm` as a transform, for the front of a chain: updates have the layouts of parameters."""
     return stateless(lambda updates, params, count: clip(updates, norm_beside(updates, params), max_norm))
+
+
+def _require_one_rank(paths: list[str], leaves: list[torch.Tensor]) -> None:
+    """Of gradients without any layout; one number is no part of another."""
+    path = next((path for path, leaf in zip(paths, leaves, strict=True) if leaf.dim()), None)
+    if path is not None:
+        require_one_rank("global_norm", path, "gradient")
 
 
 def _axes_of(layouts: list[Layout | None]) -> Axes | None:

@@ -111,6 +111,7 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
     def update(
         grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
     ) -> tuple[structure.Tree, structure.Tree]:
+        _require_alike(grads, state, params, init)
         if norm is not None and norm.limit is not None:
             grads = clip(grads, norm.value, norm.limit)
         count, master = state["count"], state.get("master")
@@ -125,6 +126,52 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
         return tree.map(lambda p, w: labels.alike(w.to(p.dtype), p), params, working), new_state
 
     return Optimizer(init, update)
+
+
+def _require_alike(grads: structure.Tree, state: structure.Tree, params: structure.Tree, init: Callable) -> None:
+    """ValueError, naming the leaf, for gradients, or a state, that are known to have other layouts than the
+    parameters: a strategy may shard the state further, and torch names two shapes alone."""
+    paths, found = tree.paths(params), [tree.layout_of(x) for x in tree.leaves(params)]
+    layouts = {path: layout for path, layout in zip(paths, found, strict=True) if layout is not None}
+    if len(layouts) < len(paths):
+        return
+
+    def wrong(path: str, other: str, got: Layout, wanted: Layout) -> ValueError:
+        return ValueError(
+            f"optimizer: {path}: got a parameter in the layout {wanted} and {other} in {got}, wanted one layout; "
+            "under a strategy that shards the optimizer's state further (zero1, zero2, hybrid), bring gradients and "
+            "parameters to strategy.optim_layout of their layouts, and parameters back, as step.build_train_step does: "
+            "step.reduce_gradients(grads, to=...), collectives.reshard (docs/data_parallelism.md)"
+        )
+
+    for path, grad in zip(tree.paths(grads), tree.leaves(grads), strict=True):
+        got, wanted = tree.layout_of(grad), layouts.get(path)
+        if got is not None and wanted is not None and not got.unreduced and not _alike(got, wanted):
+            raise wrong(path, "a gradient", got, wanted)
+    known = [(path, tree.layout_of(x)) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)]
+    split = {path: layout for path, layout in known if layout is not None and layout.shape}
+    if not split or all(_alike(layouts.get(_behind(path, layouts)), layout) for path, layout in split.items()):
+        return
+    of_state = init(tree.map(ArraySpec, tree.layouts(params)))
+    for path, spec in zip(tree.paths(of_state), tree.leaves(of_state), strict=True):
+        if path in split and not _alike(spec.layout, split[path]):
+            of = _behind(path, layouts)
+            raise wrong(of, f"a state, {path},", split[path], layouts[of] if of in layouts else spec.layout)
+
+
+def _alike(a: Layout | None, b: Layout) -> bool:
+    """Whether each rank has the same elements of both: an axis of size 1 cuts nothing."""
+    if a is None:
+        return False
+    a, b = (x.without(tuple(name for name in x.mesh.names if x.mesh[name] == 1)) for x in (a, b))
+    return (a.shape, a.mesh, a.spec, a.flat, a.local_shape(0)) == (b.shape, b.mesh, b.spec, b.flat, b.local_shape(0))
+
+
+def _behind(path: str, layouts: dict[str, Layout]) -> str:
+    """Of the path of a leaf of a state, such as "adam/m/blocks/w", that of its parameter; else itself."""
+    while path and path not in layouts:
+        path = path.partition("/")[2]
+    return path
 
 
 def _known(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

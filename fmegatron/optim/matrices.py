@@ -17,6 +17,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, ops, reshard, resharding, shard
+from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.layout import Layout, Split, notation
 from fmegatron.tree import structure
 
@@ -298,14 +299,19 @@ def dealt_layout(layout: Layout) -> Layout:
     return found
 
 
-def layouts_of(params: structure.Tree, who: str) -> dict[str, Layout | None]:
-    """The layouts of parameters by path, of specs or of tensors that know theirs; None of a full array (one process).
+def layouts_of(params: structure.Tree, who: str, *beside: structure.Tree) -> dict[str, Layout | None]:
+    """The layouts of parameters by path, of specs or of tensors that know theirs; None of a full array (one rank).
 
-    ValueError, naming the path, for a leaf that does not know its layout among leaves that do, and for a layout that
-    full matrices are not made of: an uneven one, a pending sum, a padded interleaved dim.
+    beside: trees that may know the mesh where the parameters do not: their gradients, the optimizer's state.
+
+    ValueError, naming the path, for a leaf that does not know its layout among leaves that do, or where there are
+    several ranks (`require_one_rank`), and for a layout that full matrices are not made of: an uneven one, a pending
+    sum, a padded interleaved dim.
     """
     paths, leaves, _ = structure.flatten(params)
     found = [leaf.layout if isinstance(leaf, tree.ArraySpec) else tree.layout_of(leaf) for leaf in leaves]
+    if paths and not any(found):
+        require_one_rank(who, paths[0], "parameter", tree.leaves(beside))
     for path, layout in zip(paths, found, strict=True):
         if layout is None:
             if (known := next((p for p, one in zip(paths, found, strict=True) if one is not None), None)) is not None:

@@ -45,7 +45,7 @@ def muon(
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
 
     With scale="rms" one learning rate serves both. Norms and biases do not decay. Parameters know their layouts (specs,
-    and the arrays of a state or a step); a leaf that knows none is full.
+    and the arrays of a state or a step); without any all are full, on one rank.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
@@ -140,7 +140,7 @@ def scale_by_muon(
         ahead = tree.map(lambda m, g: momentum * m + (1 - momentum) * g, new, updates) if nesterov else new
 
         paths, leaves, spec = structure.flatten(ahead)
-        known = layouts_of(params, "muon")
+        known = layouts_of(params, "muon", updates, state)
         layouts = [known[path] for path in paths]
         narrow = [u if u.dtype == torch.float64 else u.to(dtype) for u in leaves]  # before the exchange: half the bytes
         done = on_whole_matrices(

@@ -14,13 +14,14 @@ import torch
 from torch import fx
 
 from fmegatron import tree
+from fmegatron.collectives.known_ranks import recorded_mesh
 from fmegatron.step.gradient import Gradient
 from fmegatron.step.graph.memory import memory_of, memory_written
-from fmegatron.step.graph.nodes import storage_of, user_line
+from fmegatron.step.graph.nodes import user_line
 from fmegatron.step.opaque import Entry, Replay, inline_layers
 from fmegatron.step.parts import weight_differs
 from fmegatron.step.torch_private import graph_module_of, opname, outside_of_tracing
-from fmegatron.step.tracing import Traced, trace
+from fmegatron.step.tracing import Traced, own_results, trace
 from fmegatron.tree import labels
 
 __all__ = ["OneNode"]
@@ -35,8 +36,10 @@ class OneNode:
     """
 
     def __init__(self, gradient: Callable[..., Gradient], args: tuple, name: str, who: str, twice: bool):
+        mesh, one = recorded_mesh(), own_results(gradient)
+        one.__name__ = name  # which errors tell
         with outside_of_tracing():
-            self.traced = trace(_with_own_results(gradient), args)
+            self.traced = trace(one, args, mesh=mesh)
         traced, self.counts = self.traced, None
         root, graph = traced.graph_module, traced.graph_module.graph
         kinds = [{"before": _BEFORE, "sums": _SUMS}.get(path.partition("/")[0], _REST) for path in traced.out_paths]
@@ -77,17 +80,6 @@ class OneNode:
             label = self.traced.out_labels[i]
             filled[i] = x if label is None else labels.labelled(x, label.layout)
         return self.traced.result(filled)
-
-
-def _with_own_results(gradient: Callable) -> Callable:
-    """`gradient`, whose results share no memory with its arguments: a leaf of the batch is returned as a copy."""
-
-    def own(*args):
-        found = gradient(*args)
-        given = {storage_of(x) for x in tree.leaves(args) if isinstance(x, torch.Tensor)}
-        return tree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in given else x, found)
-
-    return own
 
 
 def _tensors(args: tuple) -> list[torch.Tensor]:

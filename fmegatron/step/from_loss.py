@@ -33,6 +33,7 @@ def build(
     evaluate: Callable[[Any, Any], dict] | None = None,
     twice: bool = False,
     shards: bool = False,
+    reshard_after_forward: bool = True,
 ) -> Description:
     """What `describe(config)` of an experiment with a loss of its own returns: `build_train_step`, described.
 
@@ -50,6 +51,8 @@ def build(
         precision: in which dtypes weights are gathered and their gradients reduced and added up; None: as they are.
         shards: loss_fn takes this rank's shards and gathers by itself, as `model.loss` and all of `model` do; then
             precision is of the gradients alone.
+        reshard_after_forward: of weights that arrive whole, as of `nn.gather_tree`: False keeps what is gathered in the
+            forward until the backward has read it, which saves gathers and costs memory.
         samples: its `with_sample_ids`.
         evaluate: (state, batch) -> metrics of held-out rows, given shards; None: the loss of the parameters, of no
             samples; where it has several parts, the mean of each by its name.
@@ -66,7 +69,12 @@ def build(
         "post_update": post_update,
         "twice": twice,
     }
-    loss_fn = loss_fn if shards else of_whole(loss_fn, specs, axes, precision)
+    if shards and not reshard_after_forward:
+        raise ValueError(
+            "build: reshard_after_forward: got False with shards=True, wanted it where loss_fn gathers; say so there: "
+            "nn.gather_tree(params, reshard_after_forward=False), or that of step.layers and model.loss"
+        )
+    loss_fn = loss_fn if shards else of_whole(loss_fn, specs, axes, precision, reshard_after_forward)
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, with_sample_ids=samples, **how)
 
     def row(name: str, x: Any) -> Layout:

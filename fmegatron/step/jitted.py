@@ -16,6 +16,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import World, kinds
+from fmegatron.collectives.known_ranks import recorded_mesh
 from fmegatron.layout import layout
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.compile import usable_backend
@@ -27,7 +28,7 @@ from fmegatron.step.progress import progress
 from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.state import State, Unseen
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing, storage_number
-from fmegatron.step.tracing import Traced, described, trace
+from fmegatron.step.tracing import Traced, described, line_here, own_results, trace
 from fmegatron.step.write_back import donated_leaves
 from fmegatron.tree import labels, structure
 
@@ -42,7 +43,7 @@ class Compiled:
     """
 
     def __init__(self, fn, args, donate, target: Target, check=None):
-        self.traced: Traced = trace(fn, args)
+        self.traced: Traced = trace(fn, args, mesh=None if target.world is None else target.world.mesh)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         checked = check is not None or target.world is None or target.world.size == 1
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
@@ -181,7 +182,7 @@ class Jitted:
                     return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
         if tracing:
-            return self._call_inside(args, leaves, (spec, tuple(signature_of(leaves, labels=True))))
+            return self._call_inside(args, leaves, (spec, tuple(signature_of(leaves, labels=True)), recorded_mesh()))
         signature = signature_of(leaves, self._several)
         # Compared with the last one before it is hashed, because this runs at every step for every leaf.
         last = self._last
@@ -233,8 +234,9 @@ class Jitted:
             return None
         others = f" and of {len(missing) - 1} more" if len(missing) > 1 else ""
         text = (
-            f"jit of {described(self.fn)}: got arrays whose layouts are not known: {missing[0]!r}{others}, "
-            "wanted all of them placed, as collectives are checked by it: tree.place(arrays, layouts), or check=False"
+            f"jit of {described(self.fn)}, called at {line_here()}: got arrays whose layouts are not known: "
+            f"{missing[0]!r}{others}, wanted all of them placed, as collectives are checked by it: "
+            "tree.place(arrays, layouts), or check=False"
         )
         if self.donate:  # it updates a state: replicas that drift apart are never seen
             raise ValueError(text)
@@ -243,12 +245,8 @@ class Jitted:
         return None
 
     def _call_inside(self, args, leaves, key):
-        """Called while another function is traced: one opaque node, compiled once."""
-        if self.donate:
-            raise ValueError(
-                f"{self.name}: got donate={self.donate} inside another jit, wanted donation by the outermost jit "
-                "alone; leave it out here"
-            )
+        """Called while another function is traced: one opaque node, compiled once. What it donates is donated by the
+        outermost jit, if that does: inside, memory belongs to the graph around."""
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             raise ValueError(
                 f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "
@@ -256,7 +254,8 @@ class Jitted:
             )
         if not _known(key, self._inside, args):
             with outside_of_tracing():
-                traced = trace(self.fn, args)
+                fn = own_results(self.fn, self.donate) if self.donate else self.fn
+                traced = trace(fn, args, mesh=key[-1])
             if any(traced.aliased):
                 path = traced.out_paths[traced.aliased.index(True)]
                 raise ValueError(
@@ -310,7 +309,8 @@ def jit(
     """Compile a pure function over trees of tensors.
 
     A second signature is compiled too, with one warning that names what differs. A jitted function that is called while
-    another one is traced becomes one opaque node, compiled once.
+    another one is traced becomes one opaque node, compiled once; its donate says nothing there, that of the outermost
+    jit does.
 
     Args:
         fn: any Python over torch; it runs once per signature, on fake tensors. Tensors are traced, everything else in

@@ -318,8 +318,8 @@ def require_same(who: str, found: Sequence[Shown]) -> None:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return bool(torch.equal(a, b) or a.isnan().all() and b.isnan().all())
-    return a == b or a != a and b != b
+        return torch.equal(a, b) or bool(a.isnan() & b.isnan())
+    return bool(a == b or a != a and b != b)
 
 
 def means(parts: Mapping[str, Part], axes: Axes) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, resharding
+from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout, data_parallel
 from fmegatron.optim import transform
@@ -206,13 +207,14 @@ def averaged_params(state: State) -> structure.Tree:
     A pure function that communicates where the strategy shards the optimizer's state beyond the parameters: call it
     inside the jitted step that evaluates. Parameters that are not trained are those of the state.
 
-    The arrays of the state know their layouts, or all are full. Raises ValueError, naming the leaf, where one does not
-    know its layout among others that do, and for an optimizer that keeps no average.
+    The arrays of the state know their layouts, or all are full, on one rank. Raises ValueError, naming the leaf, where
+    one does not know its layout, and for an optimizer that keeps no average.
     """
     average = average_of(state.opt)
     trained, frozen = tree.partition(state.params, set(tree.paths(average)).__contains__)
     narrow = tree.map(lambda a, p: a.to(p.dtype), average, trained)
     if not any(tree.layout_of(x) for x in tree.leaves((average, trained))):
+        require_one_rank("averaged_params", tree.paths(trained)[0], "parameter")
         return tree.merge(narrow, frozen)
     rest = tree.layouts(trained)
     held = tree.map(lambda layout, p: layout.replace(dtype=p.dtype), tree.layouts(average), trained)

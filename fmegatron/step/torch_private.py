@@ -183,18 +183,19 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
+def recording(root: torch.nn.Module) -> Iterator[Recorder]:
     """Context in which the ops of this thread are recorded as torch's make_fx does, which calls a function itself; here
     whoever opens the context calls it, and stands right above it in the stack.
 
-    Shapes are constants: there are no symbols for which make_fx cleans a graph up.
+    root: of the graph; it says for which ranks it is recorded. Shapes are constants: there are no symbols for which
+    make_fx cleans a graph up.
     """
     made = _MakefxTracer(None, "real", False, False, False, False, True)
     before = _symbolic_trace._is_fx_tracing_flag
     with made._init_modes_from_inputs(recording, ()):
         tracer = cast("PythonKeyTracer", made.fx_tracer)
         # What fx.Tracer.trace sets before it calls a function.
-        tracer.root, tracer.tensor_attrs = torch.nn.Module(), {}
+        tracer.root, tracer.tensor_attrs = root, {}
         tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
         _symbolic_trace._is_fx_tracing_flag = True
         try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron import collectives, tree
 from fmegatron.collectives import kinds
+from fmegatron.collectives.known_ranks import Recorded, recorded_mesh
 from fmegatron.layout import dtypes, layout, notation
 from fmegatron.nn import weight
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
@@ -47,7 +49,7 @@ from fmegatron.step.torch_private import (
 from fmegatron.tree import structure
 from fmegatron.tree.labels import alike, label_of, labelled
 
-__all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "record", "recorded", "trace"]
+__all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "own_results", "record", "recorded", "trace"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -99,12 +101,13 @@ class Traced:
         return structure.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
 
 
-def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
+def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None) -> Traced:
     """Run `fn(*args)` once on fake tensors and return its flat graph.
 
     args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
+    mesh: of the ranks that will run it, where the arguments do not know theirs; within another trace, that of this one.
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
     uses a tensor that is not an argument, draws random numbers from a generator (`step.purity`), or returns tensors in
     what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
@@ -121,7 +124,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
             notation.require_shares(label.layout, f"{name}: argument {path!r}")
     mode = fake_mode or FakeTensorMode()
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
-    with record(mode, name) as recorder:
+    known = next((label.layout.mesh for label in labels if label is not None), None)
+    with record(mode, name, known or mesh) as recorder:
         for x, label in zip(recorder.inputs(fakes), labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)
@@ -145,6 +149,21 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None) -> Traced:
     return Traced(graph_module, fakes, *found, mode, called_at, labels, out_labels)
 
 
+def own_results(fn: Callable, of: Sequence[int] | None = None) -> Callable:
+    """`fn`, whose results share no memory with its arguments, or with those at these positions: what is returned as it
+    was given is returned as a copy."""
+
+    def own(*args):
+        found = fn(*args)
+        taken = args if of is None else [args[i] for i in of if i < len(args)]
+        given = {storage_of(x) for x in tree.leaves(taken) if isinstance(x, torch.Tensor)}
+        return tree.map(
+            lambda x: alike(x.clone(), x) if isinstance(x, torch.Tensor) and storage_of(x) in given else x, found
+        )
+
+    return functools.wraps(fn)(own)
+
+
 def make_fakes(tensors, mode) -> list:
     """Fake tensors of the same shape, stride, dtype and device."""
     with outside_of_tracing(), mode:
@@ -152,9 +171,11 @@ def make_fakes(tensors, mode) -> list:
 
 
 @contextlib.contextmanager
-def record(mode, name: str) -> Iterator[Recorder]:
+def record(mode, name: str, mesh: layout.Mesh | None = None) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
-    because dispatch modes are per thread. `recorded` gives the graph, behind it."""
+    because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
+    None: that of the trace around it, where there is one."""
+    root = Recorded(mesh or recorded_mesh())
     with (
         _explained(name),
         quiet_about_shapes(),
@@ -164,7 +185,7 @@ def record(mode, name: str) -> Iterator[Recorder]:
         torch.autograd.set_multithreading_enabled(False),
         mode,
         fx_traceback.preserve_node_meta(),
-        recording() as recorder,
+        recording(root) as recorder,
         _Lines(),
         _Copies(),
     ):

@@ -15,6 +15,7 @@ from fmegatron.collectives.wires import Wire
 from fmegatron.nn import scaled
 from fmegatron.step.layer import layer_layout, layers, unstack
 from fmegatron.step.partition import Policy
+from fmegatron.step.tracing import line_here
 from fmegatron.tree import structure
 
 __all__ = ["Stack", "of_whole"]
@@ -32,6 +33,7 @@ class Stack:
     layouts: structure.Tree
     axes: Axes = field(repr=False)
     precision: Precision | None = None
+    reshard_after_forward: bool = True
 
     def run(
         self,
@@ -52,20 +54,30 @@ class Stack:
             offload: bytes from which on it waits in host memory.
             **named: as rest.
         """
-        run = layers(block, self.shards, self.layouts, self.axes, save, precision=self.precision, offload=offload)
-        return run(x, *rest, **named)
+        how = {"precision": self.precision, "offload": offload, "reshard_after_forward": self.reshard_after_forward}
+        return layers(block, self.shards, self.layouts, self.axes, save, **how)(x, *rest, **named)
 
     def __len__(self) -> int:
         return tree.leaves(self.layouts)[0].shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """ValueError that names the user's line: an index per layer gathers each time, and there is no whole stack."""
+        raise ValueError(
+            f"{line_here()}: got [{index!r}] of a stack of {len(self)} layers, wanted the layers in turn, each with "
+            "its names: `for w in stack: x = block(x, w)`, or stack.run(block, x), which compiles the block once; "
+            "one's own order is that of list(stack)"
+        )
 
     def __iter__(self) -> Iterator[structure.Tree]:
         of_one = tree.map(layer_layout, self.layouts)
         wire = Wire() if self.precision is None else self.precision.wires(of_one)
         for shards in unstack(self.shards):
-            yield nn.gather_tree(shards, of_one, self.axes[self.axes.data], wire)
+            yield nn.gather_tree(shards, of_one, self.axes[self.axes.data], wire, self.reshard_after_forward)
 
 
-def of_whole(loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Precision | None) -> Callable:
+def of_whole(
+    loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Precision | None, reshard_after_forward: bool
+) -> Callable:
     """A function of this rank's shards that gives loss_fn gathered weights instead, in the dtypes of `precision`.
 
     A part of the tree whose leaves are all stacked, with one number of layers, is a `Stack`; all others together are
@@ -86,10 +98,10 @@ def of_whole(loss_fn: Callable, specs: structure.Tree, axes: Axes, precision: Pr
         if precision is not None and precision.wire.scaled and precision.wire.gather is not None:
             params = scaled.with_scales(params, tree.layouts(specs), axes, precision.wire.gather, stacked)
         found: list[Any] = spec.flatten_up_to(params)
-        whole = nn.gather_tree([found[i] for i in plain], layouts, axes[axes.data], wires)
+        whole = nn.gather_tree([found[i] for i in plain], layouts, axes[axes.data], wires, reshard_after_forward)
         others = iter(whole)
         found = [
-            Stack(x, of, axes, precision) if is_stack else next(others)
+            Stack(x, of, axes, precision, reshard_after_forward) if is_stack else next(others)
             for x, of, is_stack in zip(found, of_nodes, stacks, strict=True)
         ]
         return loss_fn(structure.unflatten(spec, found), *rest, **named)

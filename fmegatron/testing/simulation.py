@@ -272,7 +272,8 @@ def simulate(
             result (or the result itself) that has the structure and local shapes of an argument has that argument's
             layouts, everything else must be the same on all ranks: right for `(state, batch) -> (state, metrics)`.
         fp64: whether all floating-point arithmetic is done in torch.float64, whatever the dtypes of the step and of its
-            arguments; results are then the same on all meshes to about 1e-12.
+            arguments; results are then the same on all meshes to about 1e-12. Arguments with layouts may be in
+            torch.float64 too, as another simulation's results are: the step is that of the dtypes of the layouts.
 
     Raises ValueError where trees, layouts and mesh do not fit, or ranks have different local shapes; and for a batch
     that a step cuts into microbatches, where the layout assigns its rows in another way than
@@ -300,7 +301,8 @@ def simulate(
         of = f"simulate: {f'layouts[{i}]' if i < len(layouts) else 'out_layouts'}"
         checks.require_mesh([x for x in tree.leaves(one) if x is not None], mesh, of, "the ranks")
     ranks = _per_rank(args, layouts, mesh)
-    traced = trace(step, tuple(arg[0] for arg in ranks))
+    given = tuple(_known(arg[0], of, fp64) for arg, of in zip(ranks, layouts, strict=True))
+    traced = trace(step, given, mesh=mesh)
     batch_rows.require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
     traced = widened(traced) if fp64 else traced
     return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
@@ -318,14 +320,34 @@ def _per_rank(args, layouts, mesh):
     return out
 
 
+def _known(local, layouts, fp64):
+    """One rank's part of an argument as a step is traced with it: it knows its layouts, and has their dtypes."""
+    known = _by_path(layouts)
+
+    def one(path, x):
+        layout = known.get(path)
+        if layout is None or not isinstance(x, torch.Tensor):
+            return x
+        own = x.detach()
+        return labels.labelled(own.to(layout.dtype) if fp64 and own.is_floating_point() else own, layout)
+
+    return structure.map_with_path(one, local)
+
+
+def _by_path(layouts):
+    """{path: Layout} of a tree of Layouts or specs, or of None."""
+    found = zip(tree.paths(layouts), tree.leaves(layouts), strict=True) if layouts is not None else ()
+    return {path: getattr(item, "layout", item) for path, item in found}
+
+
 def _input_layouts(ranks, layouts):
     """The layout of each tensor of the arguments, None of those that have none."""
     found = []
     for local, wanted in zip(ranks, layouts, strict=True):
-        known = dict(zip(tree.paths(wanted), tree.leaves(wanted), strict=True)) if wanted is not None else {}
+        known = _by_path(wanted)
         for path, leaf in zip(*structure.flatten(local[0])[:2], strict=True):
             if isinstance(leaf, torch.Tensor):
-                found.append(getattr(known.get(path), "layout", known.get(path)))
+                found.append(known.get(path))
     return found
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from fmegatron.tree.labels import alike, layout_of
 from fmegatron.tree.structure import Tree, leaves
 from fmegatron.tree.structure import map as tree_map
 
@@ -16,18 +17,31 @@ _INPUTS_OF_A_CONCATENATION_THAT_IS_STORED = 9
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """a + b, leaf by leaf."""
-    return tree_map(torch.add, a, b)
+    """a + b, leaf by leaf. Of two arrays that are known to have one layout, the result is known to have it too."""
+    return tree_map(lambda x, y: _alike(x + y, x, y), a, b)
 
 
 def subtract(a: Tree, b: Tree) -> Tree:
-    """a - b, leaf by leaf."""
-    return tree_map(torch.sub, a, b)
+    """a - b, leaf by leaf. Of two arrays that are known to have one layout, the result is known to have it too."""
+    return tree_map(lambda x, y: _alike(x - y, x, y), a, b)
 
 
 def scale(a: Tree, factor: float | torch.Tensor) -> Tree:
-    """a · factor, leaf by leaf; every leaf keeps its dtype.  factor: a number or a 0-d tensor."""
-    return tree_map(lambda x: (x * factor).to(x.dtype), a)
+    """a · factor, leaf by leaf; every leaf keeps its dtype.  factor: a number or a 0-d tensor. Times a number, an array
+    whose layout is known keeps it; a tensor may be another one on every rank."""
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        y = (x * factor).to(x.dtype)
+        return y if isinstance(factor, torch.Tensor) else alike(y, x)
+
+    return tree_map(one, a)
+
+
+def _alike(new: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`new`, known to have the layout of x and y where they have one: it was made of their elements at each place."""
+    a, b = layout_of(x), layout_of(y)
+    same = a is not None and b is not None and new.shape == x.shape == y.shape and a == b.replace(dtype=a.dtype)
+    return alike(new, x) if same else new
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

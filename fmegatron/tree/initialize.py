@@ -123,9 +123,12 @@ def _known(given: Tree, originals: dict[str, tuple[str, ArraySpec]], rank: int) 
     paths, tensors, _ = flatten(given)
     for path, x in zip(paths, tensors, strict=True):
         if path not in originals:
+            inside = path.partition("/")[2]  # of {"params": ...}, or of a State
+            near = f" (did you mean {inside}?)" if inside in originals else did_you_mean(path, list(originals))
+            fix = f"; give what is in {path.partition('/')[0]!r} alone" if inside in originals else ""
             raise ValueError(
-                f"given: {path}: got a tensor that no leaf takes{did_you_mean(path, list(originals))}, wanted it under "
-                "the name that the parameters have in their own tree"
+                f"given: {path}: got a tensor that no leaf takes{near}, wanted it under the name that the parameters "
+                f"have in their own tree{fix}"
             )
         check({path: x}, {path: originals[path][1]}, rank)
     return dict(zip(paths, tensors, strict=True))

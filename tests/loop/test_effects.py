@@ -64,6 +64,9 @@ def train(folder, *flags, **given):
         ("--run.faults.on_difference=rerun", "on_difference=rerun: .*--run.faults.hash_every=100"),
         ("--run.faults.patience=evaluation=3", "wanted no limit of 'evaluation', which a run without evaluations"),
         ("--run.faults.patience=restart=3", "wanted no limit of 'restart', which a run without faults.restart.most"),
+        ("--run.faults.hash_every=2", "hash_every=2: .*wanted several ranks"),
+        ("--run.log.straggler_ratio=2", "straggler_ratio=2.0: .*wanted several ranks"),
+        ("--run.until.file=/nowhere/at/all", "until.file=/nowhere/at/all: .*/nowhere/at is none; make it first"),
     ],
 )
 def test_it_is_refused_before_anything_is_written(tmp_path, flags, words):
@@ -84,10 +87,23 @@ def test_it_is_refused_before_anything_is_written(tmp_path, flags, words):
         "--run.faults.stuck.updates=6 --run.faults.stuck.then=warn",
         "--run.faults.patience=step=60,end=60",
         "--run.until.metric=loss --run.until.at_least=1e9",
+        "--run.until.file={run}/stop",
+        "--run.until.file=stop",
+        "--run.log.straggler_ratio=none",
+        "--run.memory.plan=off --run.memory.planned_bytes=1e9",
     ],
 )
 def test_what_can_take_effect_is_not(tmp_path, flags):
-    train(tmp_path / "run", *flags.split(" "))
+    run = tmp_path / "run"
+    train(run, *flags.format(run=run).split(" "))
+
+
+def test_what_compares_ranks_is_warned_of_in_a_run_that_goes_on(tmp_path):
+    """It may have been one of several ranks, and goes on by the same command line."""
+    run_of(tmp_path / "run", f"--run.folder={tmp_path / 'run'}")
+    train(tmp_path / "run", "--run.steps=3")
+    with pytest.warns(RuntimeWarning, match="hash_every=2: got one rank, wanted several ranks.*nothing is compared"):
+        run_of(tmp_path / "run", "--run.faults.hash_every=2")
 
 
 def test_signals_that_there_are_not():

@@ -43,6 +43,7 @@ def test_near_it_the_step_is_counted(monkeypatch):
     assert asked == [(described.state, described.batch, Mesh())] * 3
     text = str(raised.value)
     assert "(planned exactly), wanted at most" in text and "as --run.memory.limit_bytes says" in text
+    assert f"takes {counted:,} bytes on one rank" in text and f"at most {counted - 1:,} bytes, as" in text
     parts = [float(x.split(" MiB")[0]) for x in text.partition("largest parts: ")[2].split("; ")[:3]]
     assert len(parts) == 3 and parts == sorted(parts, reverse=True)
     assert "--mesh=dp=2 of 2 ranks with as much memory each would fit, or --run.memory.plan=off" in text

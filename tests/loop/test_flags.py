@@ -7,8 +7,9 @@ import pytest
 from torch.distributed import run as torchrun
 
 from fmegatron.layout import Mesh
-from fmegatron.loop.config import UsageError
-from fmegatron.loop.flags import _SPELLED, parse, usage
+from fmegatron.loop import Options
+from fmegatron.loop.config import UsageError, field
+from fmegatron.loop.flags import _SPELLED, parse, usage, with_flags
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,64 @@ def test_bad_flags(flag, words):
     with pytest.raises(UsageError) as error:
         parsed(flag)
     assert words in str(error.value)
+
+
+OF_A_RUN = {
+    "--run.steps=0": "Options.steps: got 0",
+    "--run.save.every=0": "Save.every: got 0",
+    "--run.save.keep=0": "Save.keep: got 0",
+    "--run.save.keep_newer_s=-1": "Save.keep_newer_s: got -1.0, wanted seconds above 0",
+    "--run.save.keep_best=loss,least,2": "Save.keep_best: got",
+    "--run.save.local.copies=0": "Local.copies: got 0",
+    "--run.until.at_most=1": "Until: got at_most=1.0, wanted metric",
+    "--run.until.hours=-1": "Until: hours: got -1.0",
+    "--run.until.signals=FOO": "Until: signals: got 'FOO'",
+    "--run.faults.spike.factor=0.5": "LossSpike: got factor=0.5, window=64, warmup=16",
+    "--run.faults.spike.then=foo": "LossSpike: then: got 'foo'",
+    "--run.faults.stuck.updates=-4": "LossStuck: got updates=-4, least=0.0001, then='raise'",
+    "--run.faults.restart.most=-1": "Restart: got most=-1, meet_s=60.0",
+    "--run.faults.inject=foo": "inject: got 'foo'",
+    "--run.faults.patience=foo": "patience: got 'foo'",
+    "--run.log.profile=foo": "profile: got 'foo'",
+    "--run.log.to=foo": "Log.to: got 'foo'",
+    "--run.save.in_background=maybe": "got 'maybe', wanted true or false",
+    "--run.memory.limit_bytes=0": "Memory.limit_bytes: got 0.0",
+    "--lr=0": "OfARun.lr: got 0.0, wanted a number above 0",
+}
+
+
+@dataclass(frozen=True)
+class OfARun:
+    lr: float = field(0.1, above=0)
+    run: Options = Options()
+
+
+@pytest.mark.parametrize("flag", OF_A_RUN)
+def test_an_error_of_an_option_begins_with_its_flag(flag, tmp_path):
+    """By one rule, whatever the group says: its flags that the error names, or all that it was given."""
+    with pytest.raises(UsageError) as error:
+        parse(["prog", "--run.folder=runs/a", "--run.log.every=3", flag], OfARun)
+    name, text = flag.partition("=")[0], str(error.value)
+    assert text.removeprefix("flag ").startswith(f"{name}=") and OF_A_RUN[flag] in text
+    assert text.count("--run.") <= 1 and "(of" not in text and "Until(" not in text
+
+
+def test_an_error_of_several_options_names_them_and_the_file(tmp_path):
+    (tmp_path / "a.toml").write_text("[run.faults.spike]\nwindow = 4\n")
+    flags = [f"--config={tmp_path / 'a.toml'}", "--run.faults.spike.factor=3", "--run.faults.spike.warmup=9"]
+    with pytest.raises(UsageError, match=r"^--run.faults.spike.factor=3.0 --run.faults.spike.warmup=9: LossSpike: got "
+                       r"factor=3.0, window=4, warmup=9, .* \(values of .*a.toml\)$"):  # fmt: skip
+        parse(["prog", *flags], OfARun)
+    with pytest.raises(UsageError, match=r"^Save.every: got 0, wanted at least 1 \(values of .*b.toml\)$"):
+        (tmp_path / "b.toml").write_text("[run.save]\nevery = 0\n")
+        parse(["prog", f"--config={tmp_path / 'b.toml'}"], OfARun)
+
+
+def test_an_error_of_the_experiment_names_the_flags_that_were_given():
+    """Of what only its own code can say, such as a warmup that is longer than the run."""
+    argv = ["prog", "--run.steps=4", "--lr=0.1"]
+    assert with_flags("schedule: got warmup=50", argv) == "schedule: got warmup=50 (given: --run.steps=4 --lr=0.1)"
+    assert with_flags("--lr=0.1: got it", argv) == "--lr=0.1: got it" and with_flags("no", ["prog"]) == "no"
 
 
 def test_two_experiments_do_not_meet():

@@ -235,7 +235,7 @@ def test_batches_are_given_to_ranks_as_the_step_declares(tmp_path, ranks, microb
         ),
         (
             lambda at: Run(at, halve, SPECS, options=Options(save=Save(keep=0))),
-            "Keep.last: got 0, wanted a whole number of at least 1, or None",
+            "Save.keep: got 0, wanted a whole number of at least 1, or None",
         ),
     ],
 )

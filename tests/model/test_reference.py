@@ -87,7 +87,8 @@ def test_logits_equal_the_plain_llama():
     params = leaves_that_differ(init(TINY, mesh, key=3))
     tokens = make_batch(TINY)["tokens"]
     ours = model.logits(params, tokens, TINY, Axes(mesh))
-    torch.testing.assert_close(ours, plain_llama.forward(params, tokens, TINY), rtol=1e-10, atol=1e-13)
+    plain = plain_llama.forward(params, tokens, TINY)[..., : TINY.vocab_size]  # padding is not handed out
+    torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("by", ["mask", "labels"])

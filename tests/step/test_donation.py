@@ -1,5 +1,7 @@
 """Donation: the old leaves hold the new values, nothing else changes, and there is no second copy of the state."""
 
+import functools
+
 import pytest
 import torch
 
@@ -276,10 +278,26 @@ def test_an_argument_that_shares_memory_with_a_donated_one():
     assert jit(lambda a, b: (a + 1, b.sum()), donate=0, backend="eager")(halves[:2], halves[2:])[1] == 2
 
 
-def test_only_the_outermost_donates():
-    inner = jit(lambda x: x + 1, donate=0)
-    inner.fn.__name__ = "inner"
-    with pytest.raises(
-        ValueError, match="got donate=.* inside another jit, wanted donation by the outermost jit alone"
-    ):
-        jit(lambda x: inner(x) * 2, backend="eager")(torch.ones(2))
+@pytest.mark.parametrize("donate", [None, 0])
+def test_only_the_outermost_donates(donate):
+    """A step that donates may be wrapped and jitted again: inside it is a node, and its donate says nothing there."""
+
+    @functools.partial(jit, donate=0, backend="eager")
+    def inner(state, x):
+        return {"a": state["a"] + x, "frozen": state["frozen"]}, {"sum": x.sum()}
+
+    def outer(state, x):
+        before = state["a"].sum()
+        state, metrics = inner(state, x)
+        return state, {**metrics, "before": before, "still": state["frozen"].sum()}
+
+    state = {"a": torch.zeros(3), "frozen": torch.ones(2)}
+    held, whole = tree.map(torch.clone, state), jit(outer, donate=donate, backend="eager")
+    for _ in range(2):
+        state, metrics = whole(state, torch.ones(3))
+    assert torch.equal(state["a"], torch.full((3,), 2.0)) and torch.equal(state["frozen"], held["frozen"])
+    assert (metrics["sum"], metrics["before"], metrics["still"]) == (3, 3, 2)
+    alone = {"a": torch.zeros(3), "frozen": torch.ones(2)}
+    inner(alone, torch.ones(3))
+    with pytest.raises(ValueError, match="donated"):  # called by itself it donates
+        alone["a"].sum()

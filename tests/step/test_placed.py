@@ -184,6 +184,7 @@ def test_new_arrays_are_refused_by_name_where_a_state_is_updated(found, name, pa
         assert (
             f"whose layouts are not known: '{path}'" in of_rank[name] and "tree.place(arrays, layouts)" in of_rank[name]
         )
+        assert ", called at test_placed.py:" in of_rank[name]  # the line of who calls it, whoever has written the step
 
 
 def test_evaluations_are_checked(found):

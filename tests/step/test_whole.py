@@ -6,6 +6,7 @@ import torch
 from fmegatron import nn, optim, step, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.step.opaque import inline_layers
 from tests.step.own_towers import WHOLE, described, start
 from tests.step.proven import proven_and_equal
 
@@ -48,6 +49,37 @@ def test_stacks_in_a_tree(mesh, microbatches):
     proven_and_equal(
         lambda m: small(m, microbatches=microbatches), mesh, whole, IDS, layouts=(made.state, made.batch), steps=2
     )
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gathered_once(microbatches):
+    """reshard_after_forward=False keeps what was gathered: fewer gathers, the same numbers."""
+    mesh, gathers = Mesh(fsdp=2), {}
+    how = {"microbatches": microbatches}
+    whole = tree.init(small(Mesh()).state, key=0, rank=0)
+    for keep in (True, False):
+        made = small(mesh, reshard_after_forward=keep, **how)
+        found = testing.assert_parity(
+            lambda m, keep=keep: small(m, reshard_after_forward=keep, **how), mesh, whole, IDS,
+            layouts=(made.state, made.batch), steps=2,
+        )  # fmt: skip
+        assert step.check(*made).ok
+        graph = inline_layers(found.sharded.traced.graph_module.graph)
+        gathers[keep] = sum(n.meta.get("symbolic", str(n.target)).count("all_gather") for n in graph.nodes)
+    assert gathers[False] < gathers[True], gathers
+    with pytest.raises(ValueError, match="reshard_after_forward: got False with shards=True.*gather_tree"):
+        small(mesh, shards=True, reshard_after_forward=False)
+
+
+@pytest.mark.parametrize("index", [0, -1, "w", slice(1)])
+def test_an_index_of_a_stack(index):
+    """It has no whole arrays to cut: the error names the user's line, and the two ways."""
+
+    def loss_fn(w, batch):
+        return step.mean(w["deep"][index]["w"].sum(), 1)
+
+    with pytest.raises(ValueError, match=r"test_whole.py:\d+: got \[.*\] of a stack of 3 layers.*for w in stack.*run"):
+        step.check(*small(Mesh(fsdp=2), None, loss_fn))
 
 
 def test_what_arrives():

@@ -9,7 +9,7 @@ import torch
 
 from experiments import by_hand
 from fmegatron import model, nn, optim, step, tree
-from fmegatron.collectives import Axes, psum
+from fmegatron.collectives import Axes, psum, reshard
 from fmegatron.layout import DataParallel, Layout, Mesh
 from tests.pairs import few
 from tests.step.proven import proven_and_equal
@@ -77,6 +77,72 @@ def test_a_step_by_hand(mesh, name):
         return step.Description(made, specs, {"x": strategy.batch_layout((8, 8), F64, mesh)})
 
     assert_proven(describe, mesh, batch, rows)
+
+
+def further_sharded(mesh, optimizer, strategy):
+    """(step, specs of its state): the same where the optimizer's state is sharded beyond the parameters."""
+    axes = Axes(mesh)
+    ranks = axes[axes.data]
+    specs = tree.specs({"a": (8, 12), "b": (12, 4)}, mesh, init=tree.Normal(0.3), dtype=F64, strategy=strategy)
+    at_rest = tree.layouts(specs)
+    at_update = tree.map(strategy.optim_layout, at_rest)
+
+    def moved(params, src, dst):
+        return tree.map(lambda x, a, b: reshard(x, a, b, axes), params, src, dst)
+
+    def loss_fn(params, batch):
+        w = nn.gather_tree(params)
+        return (torch.tanh(batch["x"] @ w["a"]) @ w["b"]).square().mean() / ranks.size
+
+    def train_step(state, batch):
+        (loss, _), grads = step.value_and_grad(loss_fn)(state.params, batch)
+        grads = step.reduce_gradients(grads, to=at_update)
+        norm = optim.global_norm(grads)
+        grads = optim.clip(grads, norm, 0.05)
+        params, opt = optimizer.update(grads, state.opt, moved(state.params, at_rest, at_update))
+        new = step.State(state.step + 1, moved(params, at_update, at_rest), opt)
+        return new, {"loss": psum(loss, ranks), "grad_norm": norm}
+
+    return train_step, step.state_specs(specs, optimizer)
+
+
+FURTHER = [(Mesh(dp=2), "zero1"), (Mesh(dp=2), "zero2"), (Mesh(dp=2, fsdp=2), "hybrid"), (Mesh(dp=4), "zero2")]
+OPTIMIZERS = {"adamw": lambda: optim.adamw(1e-2), "muon": lambda: optim.muon(1e-2), "sgd": lambda: optim.sgd(1e-2)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("mesh", "strategy"), FURTHER, ids=str)
+def test_a_step_by_hand_under_zero1_and_zero2(mesh, strategy, name):
+    """Where the parameters lie at rest the update is refused, which names the strategies and the way; brought to where
+    the state lies it is proven, and equal to one rank. An optimizer without a state works on what it is given."""
+    strategy, optimizer = DataParallel.named(strategy), OPTIMIZERS[name]()
+    rows = {"x": strategy.batch_layout((8, 8), F64, mesh)}
+    plain, specs = own_step(mesh, optimizer, strategy)
+    if name == "sgd":
+        assert step.check(plain, specs, rows).ok
+    else:
+        words = r"optimizer: a: got a parameter in the layout .* and a state, .*/a, in .*zero1, zero2, hybrid.*reshard"
+        with pytest.raises(ValueError, match=words):
+            step.check(plain, specs, rows)
+    draw = torch.Generator().manual_seed(1)
+    batch = {"x": torch.randn(8, 8, dtype=F64, generator=draw)}
+
+    def describe(mesh):
+        made, specs = further_sharded(mesh, optimizer, strategy)
+        return step.Description(made, specs, {"x": strategy.batch_layout((8, 8), F64, mesh)})
+
+    assert_proven(describe, mesh, batch, rows)
+
+
+def test_gradients_that_lie_otherwise_than_the_parameters():
+    mesh, optimizer = Mesh(dp=2), optim.adamw(1e-2)
+    params = {"w": Layout((4, 2), F64, mesh)}
+    grads = {"w": Layout((4, 2), F64, mesh, ("dp",))}
+    state = optimizer.init(tree.map(tree.ArraySpec, grads))
+    with pytest.raises(
+        ValueError, match="optimizer: w: got a parameter in the layout .* and a gradient in .*wanted one layout"
+    ):
+        step.check(lambda p, s, g: optimizer.update(g, s, p), params, tree.layouts(state), grads)
 
 
 DECODERS = [

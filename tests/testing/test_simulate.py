@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fmegatron import optim, step, tree
 from fmegatron.collectives import Axes, enter, psum
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.step import value_and_grad
@@ -118,6 +119,33 @@ def test_compiled_layers_are_run_inside(save):
         assert torch.allclose(plain.gather(path), opaque.gather(path), rtol=1e-12, atol=1e-14)
     result = parity(lambda m: make_step(m, compiled_layer(save)), MESH, params, batch, layouts=specs, steps=3)
     assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp64_goes_on_from_its_own_result(dtype):
+    """What a simulation in fp64 gives is in fp64: the step that takes it next is that of the layouts' dtypes. Ranks
+    know their layouts too, where these are given."""
+    mesh = Mesh(fsdp=2)
+    specs = tree.specs({"w": (8, 4)}, mesh, [("w", ("fsdp",))], tree.Normal(0.1), dtype)
+
+    def loss_fn(params, batch):
+        return step.mean((batch["x"] @ params["w"]).float().square().sum(), batch["x"].shape[0])
+
+    made = step.build(loss_fn, optim.adamw(1e-2), specs, {"x": ((4, 8), dtype)})
+    layouts, batch = (tree.layouts(made.state), made.batch), {"x": torch.linspace(-1, 1, 32).view(4, 8).to(dtype)}
+    first = simulate(made.function, mesh, Ranks(tree.init(made.state, 0, r) for r in range(2)), batch,
+                     layouts=layouts, fp64=True)  # fmt: skip
+    carried = first.again(Ranks(out[0] for out in first.outputs), batch).metrics
+    for state in (Ranks(out[0] for out in first.outputs), first.globals()[0]):
+        assert simulate(made.function, mesh, state, batch, layouts=layouts, fp64=True).metrics == carried
+
+    def norm(grads):
+        return optim.global_norm(grads)
+
+    bare = Ranks(tree.map(lambda x: x.detach().clone(), tree.init(specs, 0, r)) for r in range(2))
+    whole = tree.init(tree.specs({"w": (8, 4)}, Mesh(), [], tree.Normal(0.1), dtype), 0, 0)
+    found = simulate(norm, mesh, bare, layouts=(tree.layouts(specs),)).globals()
+    torch.testing.assert_close(found, optim.global_norm(whole))
 
 
 def test_32_ranks():

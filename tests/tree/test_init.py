@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fmegatron import tree
+from fmegatron import optim, step, tree
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.tree.random import normal_values, pair_words, round_keys, scratch
 from tests.layout.strategies import layouts, shapes
@@ -237,3 +237,23 @@ def test_arrays_of_more_than_2_to_the_33_elements():
         .ne(tree.init({"w": tree.ArraySpec(Layout((2048,), torch.float32, Mesh()), spec.init)}, 0, 0)["w"])
         .all()
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"params": {"blocks": {"w": torch.ones(4, 4)}}},
+            r"given: params/blocks/w: .*mean blocks/w\?\).*in 'params' alone",
+        ),
+        (
+            {"blocks": {"v": torch.ones(4, 4)}},
+            r"given: blocks/v: .*\(did you mean blocks/w\?\), wanted it under the name",
+        ),
+    ],
+)
+def test_what_is_given_under_a_wrong_name(given, words):
+    """The nearest text of {"params": ...} was a moment of the optimizer."""
+    of_state = step.state_specs(tree.specs({"blocks": {"w": (4, 4)}}, Mesh()), optim.adamw(1e-3))
+    with pytest.raises(ValueError, match=words):
+        tree.init(of_state, 0, 0, given=given)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.layout import Layout
 from fmegatron.optim.clipping import GradNorm
 from fmegatron.optim.contrib.codec import Codec
@@ -29,7 +30,7 @@ def compressed(
 
     A leaf in blocks becomes {"codes": …, "scale": …} at its place in the state; any other keeps path and layout. Wrap
     the optimizer itself and put guards around: `skip_nonfinite(compressed(adamw(...), ...))`. Blocks and random
-    rounding follow the layouts that the parameters know; a leaf that knows none is full.
+    rounding follow the layouts that the parameters know; without any all are full, on one rank.
 
     Args:
         opt: one whose state has a count of its own.
@@ -67,7 +68,7 @@ def compressed(
     def update(
         grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
     ) -> tuple[structure.Tree, structure.Tree]:
-        codec = Codec(table, _layouts_of_state(opt, params), key)
+        codec = Codec(table, _layouts_of_state(opt, params, grads, state), key)
         stored = dict(zip(tree.paths(state.get("master", {})), tree.leaves(state.get("master", {})), strict=True))
 
         def joined(path: str, p: torch.Tensor) -> torch.Tensor | None:
@@ -93,9 +94,11 @@ def compressed(
     return opt._replace(init=init, update=update)
 
 
-def _layouts_of_state(opt: Optimizer, params: structure.Tree) -> dict[str, Layout] | None:
-    """The layouts of an optimizer's state by path, from those of its parameters; None where these know none."""
+def _layouts_of_state(opt: Optimizer, params: structure.Tree, *beside: structure.Tree) -> dict[str, Layout] | None:
+    """The layouts of an optimizer's state by path, from those of its parameters; None where these know none, on one
+    rank. beside: trees that may know the mesh."""
     if all(isinstance(leaf, torch.Tensor) and tree.layout_of(leaf) is None for leaf in tree.leaves(params)):
+        require_one_rank("compressed", tree.paths(params)[0], "parameter", tree.leaves(beside))
         return None
     specs = opt.init(tree.map(ArraySpec, tree.layouts(params)))
     return dict(zip(tree.paths(specs), tree.leaves(tree.layouts(specs)), strict=True))

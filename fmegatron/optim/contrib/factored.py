@@ -43,7 +43,7 @@ def adafactor(
     vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
     The rows of a flattened leaf are not to be seen in its ranges: it is gathered to look at it (and only it; a leaf is
     flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
-    Parameters know their layouts (specs, and the arrays of a state or a step); a leaf that knows none is full.
+    Parameters know their layouts (specs, and the arrays of a state or a step); without any all are full, on one rank.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
@@ -67,7 +67,7 @@ def adafactor(
 
     def resize(updates: structure.Tree, params: structure.Tree, count: torch.Tensor) -> structure.Tree:
         del count
-        layouts = layouts_of(params, "adafactor")
+        layouts = layouts_of(params, "adafactor", updates)
 
         def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             layout = layouts[path]
@@ -129,7 +129,7 @@ def scale_by_factored_rms(
     def update(
         updates: structure.Tree, state: structure.Tree, params: structure.Tree, count: torch.Tensor
     ) -> tuple[structure.Tree, structure.Tree]:
-        layouts = layouts_of(params, "adafactor")
+        layouts = layouts_of(params, "adafactor", updates, state)
         weights = per_dtype(updates, lambda dtype: [(count + 1).to(torch.float64).pow(decay_power).to(dtype)])
 
         def mixed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,8 @@ def soap(
 ) -> Optimizer:
     """SOAP for the hidden matrices, AdamW for everything else, on any mesh.
 
-    Norms and biases do not decay. Parameters know their layouts (specs, and the arrays of a state or a step); a leaf
-    that knows none is full.
+    Norms and biases do not decay. Parameters know their layouts (specs, and the arrays of a state or a step);
+    without any all are full, on one rank.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
@@ -127,7 +127,7 @@ def scale_by_soap(
     def update(
         updates: structure.Tree, state: structure.Tree, params: structure.Tree, count: torch.Tensor
     ) -> tuple[structure.Tree, structure.Tree]:
-        layouts = layouts_of(params, "soap")
+        layouts = layouts_of(params, "soap", updates, state)
 
         def scalars(dtype: torch.dtype) -> list[torch.Tensor]:
             return [*bias_corrections(b1, b2, count, dtype), (count == 0).to(dtype)]
