@@ -28,6 +28,7 @@ from fmegatron.layout.split import (
 )
 
 Shard = tuple[int, ...]
+MEMORIES = ("device", "host")
 
 
 class Label:
@@ -85,6 +86,7 @@ class Layout:
     unreduced: tuple[str, ...] = field(default=(), kw_only=True)
     flat: tuple[str, ...] = field(default=(), kw_only=True)
     padded: bool = field(default=False, kw_only=True)
+    memory: str = field(default="device", kw_only=True)
 
     def __post_init__(self):
         put = object.__setattr__
@@ -96,6 +98,8 @@ class Layout:
             raise ValueError(f"layout {self.shape}: got mesh {self.mesh!r}, wanted a Mesh, e.g. Mesh(fsdp=2, tp=2)")
         if not isinstance(self.dtype, torch.dtype):
             raise ValueError(f"layout {self.shape}: got dtype {self.dtype!r}, wanted a torch.dtype")
+        if self.memory not in MEMORIES:
+            raise ValueError(f"layout {self.shape}: got memory={self.memory!r}, wanted one of {', '.join(MEMORIES)}")
         if any(n < 0 for n in self.shape):
             raise ValueError(f"layout: got shape {self.shape}, wanted sizes of 0 or more")
         if len(self.spec) > len(self.shape):
@@ -135,11 +139,13 @@ class Layout:
         yield "unreduced", self.unreduced
 
     def __reduce__(self):  # cached values and the hash must not travel
-        return _rebuild, (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
+        cut = (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
+        return _rebuild, (*cut, self.memory)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded))
+        cut = (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
+        return hash((*cut, self.memory))
 
     def __hash__(self) -> int:
         return self._hash
@@ -368,7 +374,7 @@ class Layout:
         return picture_svg(self)
 
     def to_json(self) -> dict:
-        """A dict of lists, strings and integers; `from_json` is its inverse."""
+        """A dict of lists, strings and integers; `from_json` is its inverse, but for the memory, which no file has."""
         return {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
@@ -384,12 +390,12 @@ class Layout:
         """The layout that `to_json` wrote."""
         spec = tuple(entry_from_json(e) for e in value["spec"])
         shape, dtype, mesh = tuple(value["shape"]), dtype_from_name(value["dtype"]), Mesh.from_json(value["mesh"])
-        axes = {"unreduced": tuple(value["unreduced"]), "flat": tuple(value["flat"])}
-        return Layout(shape, dtype, mesh, spec, **axes, padded=value.get("padded", False))
+        unreduced, flat = tuple(value["unreduced"]), tuple(value["flat"])
+        return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=value.get("padded", False))
 
 
-def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False) -> Layout:
-    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded)
+def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False, memory: str = "device") -> Layout:
+    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded, memory=memory)
 
 
 Sizes = tuple[tuple[int, ...], ...]

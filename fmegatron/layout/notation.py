@@ -67,12 +67,13 @@ def entry_from_json(value: Any) -> Entry:
 def one_line(layout) -> str:
     """The one-line form of a layout: `bf16[8192@fsdp, (512+128+128)@tp] flat@dp unreduced@cp on dp2·cp2·fsdp4·tp2`.
 
-    A padded one states it before the mesh: `f32[8192@fsdp] padded on fsdp3`.
+    A padded one states it before the mesh, and one in host memory: `f32[8192@fsdp] padded host on fsdp3`.
     """
     dims = ", ".join(_dim(size, value) for size, value in zip(layout.shape, layout.spec, strict=True))
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
     unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
-    return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{' padded' if layout.padded else ''} on {layout.mesh}"
+    rest = f"{' padded' if layout.padded else ''}{' host' if layout.memory == 'host' else ''}"
+    return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{rest} on {layout.mesh}"
 
 
 def _dim(size: int, value: Entry) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -30,6 +31,7 @@ def build(
     samples: bool = False,
     save: partition.Policy | None = "mincut",
     twice: bool = False,
+    memory: str | Sequence[tuple[str, str]] = "device",
 ) -> step.Description:
     """What an experiment that trains a decoder by `model.loss` returns of `describe(config)`.
 
@@ -44,6 +46,7 @@ def build(
         twice: one more forward pass of each microbatch, for counts that depend on the parameters: the balance of
             experts over the whole batch, with several microbatches.
         save: what a block keeps for its backward (`model.logits`).
+        memory: where the optimizer's state is at rest, "device" or "host", or by its paths (`step.state_specs`).
 
     Raises ValueError, naming what does not fit the mesh.
     """
@@ -71,5 +74,6 @@ def build(
         evaluate=held_out,
         twice=twice,
         shards=True,
+        memory=memory,
     )
     return dataclasses.replace(described, decoder=decoder, save=save)
