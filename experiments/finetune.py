@@ -39,6 +39,7 @@ class Config:
     batch_size: int = field(8, resume="refused", least=1)
     lr: float = field(1e-5, resume="named", above=0)
     precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
+    memory: Literal["device", "host"] = field("device", resume="free")  # of moments and masters
     sequence_parallel: bool = field(True, resume="named")  # over tp
     dropout: bool = field(False, resume="named")  # whether the rates in config.json count (GPT-2's are 0.1)
 
@@ -47,7 +48,8 @@ def describe(config: Config):
     """The step, the specs of its state, the layouts of its batch."""
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, config.run.steps // 10))
     shape = (config.batch_size, config.seq_len)
-    return model.build(decoder(config), optimizer, config.mesh, shape, strategy=STRATEGY, samples=True)
+    how = {"strategy": STRATEGY, "samples": True, "memory": config.memory}
+    return model.build(decoder(config), optimizer, config.mesh, shape, **how)
 
 
 def decoder(config: Config) -> model.Decoder:

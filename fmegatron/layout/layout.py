@@ -27,6 +27,8 @@ from fmegatron.layout.split import (
     segments,
 )
 
+MEMORIES = ("device", "host")
+
 
 class Label:
     """A layout as an attribute of arrays. layout: that they have.
@@ -88,6 +90,7 @@ class Layout:
     flat: tuple[str, ...] = field(default=(), kw_only=True)
     padded: bool = field(default=False, kw_only=True)
     flat_from: int = field(default=0, kw_only=True)
+    memory: str = field(default="device", kw_only=True)
 
     def __post_init__(self):
         put = object.__setattr__
@@ -99,6 +102,8 @@ class Layout:
             raise ValueError(f"layout {self.shape}: got mesh {self.mesh!r}, wanted a Mesh, e.g. Mesh(fsdp=2, tp=2)")
         if not isinstance(self.dtype, torch.dtype):
             raise ValueError(f"layout {self.shape}: got dtype {self.dtype!r}, wanted a torch.dtype")
+        if self.memory not in MEMORIES:
+            raise ValueError(f"layout {self.shape}: got memory={self.memory!r}, wanted one of {', '.join(MEMORIES)}")
         if any(n < 0 for n in self.shape):
             raise ValueError(f"layout: got shape {self.shape}, wanted sizes of 0 or more")
         if len(self.spec) > len(self.shape):
@@ -160,7 +165,7 @@ class Layout:
     @property
     def _values(self) -> tuple:
         own = (self.shape, self.dtype, self.mesh, self.spec, self.unreduced, self.flat, self.padded)
-        return (*own, self.flat_from) if self.flat_from else own
+        return (*own, self.flat_from, self.memory) if self.flat_from or self.memory != "device" else own
 
     def __reduce__(self):  # cached values and the hash must not travel
         return _rebuild, self._values
@@ -446,7 +451,7 @@ class Layout:
         return picture_svg(self)
 
     def to_json(self) -> dict:
-        """A dict of lists, strings and integers; `from_json` is its inverse."""
+        """A dict of lists, strings and integers; `from_json` is its inverse, but for the memory, which no file has."""
         return {
             "shape": list(self.shape),
             "dtype": dtype_name(self.dtype),
@@ -468,5 +473,6 @@ class Layout:
         return Layout(shape, dtype, mesh, spec, **axes, **how)
 
 
-def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False, flat_from=0) -> Layout:
-    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, padded=padded, flat_from=flat_from)
+def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False, flat_from=0, memory="device") -> Layout:
+    how = {"unreduced": unreduced, "flat": flat, "padded": padded, "flat_from": flat_from, "memory": memory}
+    return Layout(shape, dtype, mesh, spec, **how)

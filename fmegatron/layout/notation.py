@@ -75,14 +75,16 @@ def entry_from_json(value: Any) -> Entry:
 def one_line(layout) -> str:
     """The one-line form of a layout: `bf16[8192@fsdp, (512+128+128)@tp] flat@dp unreduced@cp on dp2·cp2·fsdp4·tp2`.
 
-    A padded one states it before the mesh: `f32[8192@fsdp] padded on fsdp3`. Pieces of sizes of their own have bars
-    between them: `f32[(3|4|4|1)@pp] on pp4`, and the ranks that hold them: `f32[(2|2|2|2)@pp order 0-1-1-0] on pp2`.
+    A padded one states it before the mesh, and one in host memory: `f32[8192@fsdp] padded host on fsdp3`. Pieces of
+    sizes of their own have bars between them, `f32[(3|4|4|1)@pp] on pp4`, and the ranks that hold them:
+    `f32[(2|2|2|2)@pp order 0-1-1-0] on pp2`.
     """
     dims = ", ".join(_dim(size, value) for size, value in zip(layout.shape, layout.spec, strict=True))
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
     flat += f" from dim {layout.flat_from}" if layout.flat_from else ""
     unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
-    return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{' padded' if layout.padded else ''} on {layout.mesh}"
+    rest = f"{' padded' if layout.padded else ''}{' host' if layout.memory == 'host' else ''}"
+    return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{rest} on {layout.mesh}"
 
 
 def require_shares(layout, who: str) -> None:

@@ -1,7 +1,8 @@
 """Whether a run fits: the plan of its step against the memory of a rank, before anything is written.
 
 A rank has the memory of its device; on a CPU its share of that of the machine, or of the container (cgroup), beside
-what the process holds already. The formulas of `plan.quick` take milliseconds; where they come near the limit, or
+what the process holds already. State in host memory is compared with that share, and on a CPU counts as all else. The
+formulas of `plan.quick` take milliseconds; where they come near the limit, or
 count no activations, the step that is compiled is counted exactly (`plan.exact`, some 20 s of a processor).
 """
 
@@ -42,13 +43,17 @@ def planned_bytes(
         return options.planned_bytes
     limit, of = _limit(options, world)
     limit = int(world.minimum(torch.tensor([math.floor(limit)])))  # all ranks decide the same
-    state = _state_parts(described)
+    state, on_host = _state_parts(described, ("device",)), _state_parts(described, ("host",))
+    if world.device.type != "cuda":
+        state, on_host = _state_parts(described, ("device", "host")), []
+    elif on_host:
+        _require_room(on_host, world)
     peak, parts, how = sum(size for _, size in state), state, "its state alone"
     if options.planned_bytes is not None:
         parts = [*state, ("beside them", options.planned_bytes - peak)]
         peak, how = options.planned_bytes, "as planned before"
     elif peak <= limit:
-        peak, parts, how = _planned(described, options.plan, limit, state)
+        peak, parts, how = _planned(described, options.plan, limit, state, world.device.type != "cuda")
     if peak <= limit:
         return peak
     mesh = described_mesh(described)
@@ -79,6 +84,23 @@ def _limit(options: Memory, world: World) -> tuple[float, str]:
         return options.limit_bytes, "as --run.memory.limit_bytes says"
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory, f"the memory of {world.device}"
+    return _host_share()
+
+
+def _require_room(on_host: list[tuple[str, float]], world: World) -> None:
+    """UsageError where the state that is to be in host memory has no room there."""
+    share, of = _host_share()
+    share, size = int(world.minimum(torch.tensor([math.floor(share)]))), sum(size for _, size in on_host)
+    if size > share:
+        raise UsageError(
+            f"memory: got a state of which {from_trace.in_mib(size)} on each rank are to be in host memory, wanted at "
+            f"most {from_trace.in_mib(share)}, {of}; keep less there (state_specs(..., memory=)), run fewer ranks on a "
+            "machine, or shard the state over more ranks; --run.memory.plan=off does not look"
+        )
+
+
+def _host_share() -> tuple[float, str]:
+    """(bytes of the host that this rank may take, of what)."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = min(whole, container_bytes() or whole)
@@ -115,26 +137,27 @@ def _limits(root: Path, groups: Path) -> Iterator[int]:
                 yield int(text)
 
 
-def _state_parts(described: Description) -> list[tuple[str, float]]:
-    """(name, bytes of rank 0) of what the state is made of."""
+def _state_parts(described: Description, memories: tuple[str, ...]) -> list[tuple[str, float]]:
+    """(name, bytes of rank 0) of what the state is made of, as far as it is in these memories."""
     state = tree.layouts(described.state)
     named = {"of the state": state}
     if isinstance(state, State):
         named = {"of parameters": state.params, "of the optimizer's state": state.opt}
-    return [(name, sum(layout.local_nbytes(0) for layout in tree.leaves(part))) for name, part in named.items()]
+    leaves = {name: [x for x in tree.leaves(part) if x.memory in memories] for name, part in named.items()}
+    return [(name, sum(x.local_nbytes(0) for x in found)) for name, found in leaves.items() if found]
 
 
 def _planned(
-    described: Description, how: str, limit: float, state: list[tuple[str, float]]
+    described: Description, how: str, limit: float, state: list[tuple[str, float]], together: bool
 ) -> tuple[float, list[tuple[str, float]], str]:
-    """(peak, its parts, how it was found)."""
+    """(peak, its parts, how it was found). together: whether host and device are one memory."""
     if how != "exact":
         try:
             by_formula = plan.quick(described)
         except ValueError:  # no State
             by_formula = None
         known = by_formula is not None and not by_formula.unknown_memory
-        peak = sum(size for _, size in state) if by_formula is None else by_formula.peak
+        peak = sum(size for _, size in state) if by_formula is None else by_formula.peak + together * by_formula.host
         if peak <= limit * (NEAR if known else NEAR / 2):
             return peak, state, "by formulas"
     try:
@@ -146,7 +169,11 @@ def _planned(
     for one in counted.held:
         name = f"of {one.op} at {one.at}"
         held[name] = held.get(name, 0) + one.nbytes
-    return counted.peak, [*state, ("of the batch", counted.batch), *held.items()], "planned exactly"
+    return (
+        counted.peak + together * counted.host,
+        [*state, ("of the batch", counted.batch), *held.items()],
+        "planned exactly",
+    )
 
 
 def _another(describe: Callable[[Mesh], Description], mesh: Mesh, limit: float) -> str:

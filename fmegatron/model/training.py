@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -31,6 +32,7 @@ def build(
     samples: bool = False,
     save: partition.Policy | None = "mincut",
     twice: bool = False,
+    memory: str | Sequence[tuple[str, str]] = "device",
 ) -> step.Description:
     """What an experiment that trains a decoder by `model.loss` returns of `describe(config)`.
 
@@ -45,6 +47,7 @@ def build(
         twice: one more forward pass of each microbatch, for counts that depend on the parameters: the balance of
             experts over the whole batch, with several microbatches.
         save: what a block keeps for its backward (`model.logits`).
+        memory: where the optimizer's state is at rest, "device" or "host", or by its paths (`step.state_specs`).
 
     Raises ValueError, naming what does not fit the mesh. Warns of what depends on the number of microbatches.
     """
@@ -74,6 +77,7 @@ def build(
         evaluate=held_out,
         twice=twice,
         shards=True,
+        memory=memory,
     )
     return dataclasses.replace(described, decoder=decoder, save=save)
 

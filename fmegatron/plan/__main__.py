@@ -69,19 +69,24 @@ def _planned(
         _print_seconds(by_formula, rates, options.measure, out)
     peak = None if by_formula is None else by_formula.peak
     unknown = ("all of it, for the reason above",) if by_formula is None else by_formula.unknown_memory
+    on_host = 0 if by_formula is None else by_formula.host
     if not options.quick:
         counted = _counted(experiment, config, described, overlap, options, out)
         print(counted, file=out)
         if options.timeline:
             print(counted.timeline(rates), file=out)
-        peak, unknown = counted.peak, ()
-    if options.memory is None:
-        return 0
-    return _verdict(peak or 0, unknown, round(options.memory * 2**30), out)
+        peak, unknown, on_host = counted.peak, (), counted.host
+    found = [0]
+    if options.host_memory is not None:
+        found.append(_verdict(on_host, (), round(options.host_memory * 2**30), out, "host memory: "))
+    if options.memory is not None:
+        found.append(_verdict(peak or 0, unknown, round(options.memory * 2**30), out))
+    return 1 if 1 in found else max(found)
 
 
-def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO) -> int:
-    """Print whether a step fits -> the exit status. unknown: what takes memory beside the peak, not counted."""
+def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO, of: str = "") -> int:
+    """Print whether a step fits -> the exit status. unknown: what takes memory beside the peak, not counted. of: which
+    memory, where it is not that of the device."""
     if peak <= limit and unknown:
         print(
             f"not known whether it fits: {in_mib(peak)} of {in_mib(limit)} are counted, without {'; '.join(unknown)}; "
@@ -90,9 +95,9 @@ def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO) -> int:
         )
         return 3
     if peak <= limit:
-        print(f"fits: {in_mib(peak)} of {in_mib(limit)}", file=out)
+        print(f"{of}fits: {in_mib(peak)} of {in_mib(limit)}", file=out)
         return 0
-    print(f"does not fit: {in_mib(peak)}, {in_mib(peak - limit)} more than {in_mib(limit)}", file=out)
+    print(f"{of}does not fit: {in_mib(peak)}, {in_mib(peak - limit)} more than {in_mib(limit)}", file=out)
     return 1
 
 
@@ -159,14 +164,15 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m fmegatron.plan",
         description="Plan an experiment's training step: memory, its lines to blame, traffic, work, time, checkpoint.",
         epilog="Further flags (--NAME=VALUE) are the experiment's own. "
-        "Exit status: 0 planned, and it fits into --memory; 1 it does not fit; 2 wrong use, or it could not be done; "
-        "3 whether it fits is not known, since not all of the memory was counted.",
+        "Exit status: 0 planned, and it fits into --memory and --host-memory; 1 it does not fit; 2 wrong use, or it "
+        "could not be done; 3 whether it fits is not known, since not all of the memory was counted.",
     )
     p.add_argument("experiment", help="a file that defines experiment (see fmegatron/check.py)")
     p.add_argument("--mesh", help="axes and sizes, such as dp=2,fsdp=2,tp=2")
     p.add_argument("--rank", type=int, default=0, help="of which the exact plan is")
     p.add_argument("--quick", action="store_true", help="formulas alone, in milliseconds")
     p.add_argument("--memory", type=float, metavar="GIB", help="of a device: does it fit?")
+    p.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each rank: does it fit?")
     p.add_argument("--overlap", type=int, metavar="DEPTH", help="as step.jit(..., overlap=Overlap(depth=DEPTH))")
     p.add_argument("--all-layers", action="store_true", help=f"count every layer of models of {_DEEP} or more, too")
     p.add_argument("--timeline", action="store_true", help="print what is computed and sent when, as planned")

@@ -19,11 +19,12 @@ import torch
 from fmegatron import model, tree
 from fmegatron.layout import Layout, Mesh, data_parallel
 from fmegatron.model import counts
-from fmegatron.plan.from_trace import in_mib
+from fmegatron.plan.from_trace import in_host, in_mib
 from fmegatron.plan.saved import block_bytes
 from fmegatron.plan.setting import Setting, setting_of
 from fmegatron.plan.traffic import sent_by_axes
 from fmegatron.step import Description, Overlap
+from fmegatron.step.passes import Target
 from fmegatron.step.state import placements
 from fmegatron.step.timelines import planned
 from fmegatron.tree import structure
@@ -41,11 +42,12 @@ _INLINED = 4  # reads of a value that Inductor computes where it is used (its re
 class Quick:
     """What a step takes on one rank, by formulas.
 
-    state, batch: bytes at rest. moments: name -> bytes above them; transient: the largest. sent: bytes that the rank
-    sends in a step, by axes. flops: of the rank's part of a step, what is recomputed included; model_flops: without it.
-    checkpoint: bytes of the whole state, written: this rank's share of them. unknown: what no formula counts.
-    seconds: of the processor, that the plan took. unknown_memory: those of `unknown` that take memory; where there are
-    any, `peak` is a lower bound, which can show that a step does not fit and never that it does.
+    state, batch: bytes at rest on the device; host: of the state in host memory. moments: name -> bytes above them;
+    transient: the largest. sent: bytes that the rank sends in a step, by axes. flops: of the rank's part of a step,
+    what is recomputed included; model_flops: without it. checkpoint: bytes of the whole state, written: this rank's
+    share of them. unknown: what no formula counts. seconds: of the processor, that the plan took. unknown_memory: those
+    of `unknown` that take memory; where there are any, `peak` is a lower bound, which can show that a step does not fit
+    and never that it does.
     """
 
     mesh: Mesh
@@ -63,6 +65,7 @@ class Quick:
     unknown: tuple[str, ...] = ()
     seconds: float = 0.0
     unknown_memory: tuple[str, ...] = ()
+    host: int = 0
 
     @property
     def transient(self) -> int:
@@ -71,7 +74,7 @@ class Quick:
 
     @property
     def peak(self) -> int:
-        """Bytes of state, batch and transients together."""
+        """Bytes of state, batch and transients together, on the device."""
         return self.state + self.batch + self.transient
 
     @property
@@ -91,6 +94,7 @@ class Quick:
             "products": self.flops / rates.flops,
             "elementwise": self.elementwise_bytes / rates.memory,
             "optimizer": self.optimizer_bytes / rates.memory,
+            "state from and to the host": self.host / rates.host,
         }
         for axes, sent in self.sent.items():
             parts[f"sent over {axes}"] = sent / rates.network + self.calls.get(axes, 0) * rates.latency
@@ -100,7 +104,7 @@ class Quick:
         at, most = max(self.moments.items(), key=lambda item: item[1])
         lines = [
             f"quick: {in_mib(self.peak)} on a rank of {self.mesh or 'one rank'}: state {in_mib(self.state)}, batch "
-            f"{in_mib(self.batch)}, above them {in_mib(most)} ({at})",
+            f"{in_mib(self.batch)}, above them {in_mib(most)} ({at}){in_host(self.host)}",
             *(f"  {in_mib(value):>14s}  {name}" for name, value in self.moments.items()),
             f"  work       {self.flops:.3g} FLOP a step on this rank, {self.model_flops:.3g} of them the model's",
             *(
@@ -128,14 +132,15 @@ def quick(described: Description, *, overlap: Overlap | None = None) -> Quick:
 def quick_of(setting: Setting, rank: int = 0) -> Quick:
     """`Quick` of a setting, on one of its ranks."""
     began = time.process_time()
-    state = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.state))
+    state, on_host = (_bytes_in(memory, setting, rank) for memory in ("device", "host"))
     batch = 2 * 8 * setting.rows * setting.microbatches * setting.length
     sent, calls, unknown = sent_by_axes(setting)
     moments, more = _moments(setting, rank)
     flops, model_flops = _flops(setting)
     whole = sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in tree.leaves(setting.state))
     params = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params))
-    moved = 2 * state + 2 * params  # state read and written, gradients read for the norm and for the update
+    # State read and written, gradients read for the norm and for the update.
+    moved = 2 * (state + on_host) + 2 * params
     return Quick(
         setting.mesh,
         state,
@@ -152,7 +157,12 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
         (*unknown, *more, *_without_products(setting)),
         time.process_time() - began,
         more,
+        on_host,
     )
+
+
+def _bytes_in(memory: str, setting: Setting, rank: int) -> int:
+    return sum(_nbytes(layout, rank) for layout in tree.leaves(setting.state) if layout.memory == memory)
 
 
 def _nbytes(layout: Layout, rank: int, dtype: torch.dtype | None = None) -> int:
@@ -169,7 +179,10 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     sizes = dict(zip(tree.paths(placed.params), (_nbytes(x, rank) for x in tree.leaves(placed.params)), strict=True))
     grads, largest = sum(sizes.values()), max(sizes.values())
     late = sum(_nbytes(layout, rank) for layout in tree.leaves(placed.optim))
-    moments = {"optimizer": late + (largest if late < grads else 0)}  # where new weights are gathered, one at a time
+    # Of state in host memory two buckets that were fetched, and what leaves one of them.
+    streamed = 3 * min(_bytes_in("host", setting, rank), Target.host_bytes)
+    # Where new weights are gathered, one at a time.
+    moments = {"optimizer": late + streamed + (largest if late < grads else 0)}
     if setting.decoder is None:
         return moments, (_NO_DECODER,)
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]

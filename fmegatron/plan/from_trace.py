@@ -22,8 +22,9 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
-from fmegatron.step import Description, Overlap, jitted, passes
+from fmegatron.step import Description, Overlap, buckets, jitted, passes
 from fmegatron.step.graph import nodes
+from fmegatron.step.streamed import Streamed
 from fmegatron.step.timelines import events, planned
 from fmegatron.tree import checks, labels, structure
 
@@ -44,10 +45,10 @@ class _UnevenError(ValueError):
 class Exact:
     """Memory of one rank in a step, and the lowered graph that it was counted in.
 
-    state: bytes of the first argument at rest. batch: of the others. transient: the peak above both. held: what is
-    alive there, largest first. graph: lowered and ordered, of which `timeline` is. phases: part of the step -> its peak
-    above the arguments. depth: (layers asked for, layers scheduled) where the peak was continued from shallower models,
-    else None. seconds: of the processor, that the plan took.
+    state: bytes of the first argument at rest on the device, host: in host memory. batch: of the others. transient: the
+    peak on the device above both. held: what is alive there, largest first. graph: lowered and ordered, of which
+    `timeline` is. phases: part of the step -> its peak above the arguments. depth: (layers asked for, layers scheduled)
+    where the peak was continued from shallower models, else None. seconds: of the processor, that the plan took.
     """
 
     mesh: Mesh
@@ -60,10 +61,11 @@ class Exact:
     phases: Mapping[str, int] = field(repr=False)
     depth: tuple[int, tuple[int, ...]] | None = None
     seconds: float = 0.0
+    host: int = 0
 
     @property
     def peak(self) -> int:
-        """Bytes of state, batch and transients together."""
+        """Bytes of state, batch and transients together, on the device."""
         return self.state + self.batch + self.transient
 
     def timeline(self, rates: planned.Rates | None = None) -> events.Timeline:
@@ -75,6 +77,7 @@ class Exact:
         lines = [
             f"exact: {in_mib(self.peak)} on rank {self.rank} of {self.mesh or 'one rank'}: state "
             f"{in_mib(self.state)}, batch {in_mib(self.batch)}, above them {in_mib(self.transient)}"
+            f"{in_host(self.host)}"
         ]
         of = ""
         if self.depth is not None:
@@ -102,6 +105,11 @@ def in_mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
+def in_host(nbytes: int) -> str:
+    """What is said of bytes in host memory: nothing where there are none."""
+    return f"; in host memory {in_mib(nbytes)}" if nbytes else ""
+
+
 def exact(
     step: Callable,
     state_specs: structure.Tree,
@@ -112,8 +120,10 @@ def exact(
     overlap: Overlap | None = None,
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
+    host_bytes: int = passes.Target.host_bytes,
 ) -> Exact:
-    """The memory that `jit(step, donate=..., world=..., overlap=...)` takes on one rank of a mesh, on the CPU.
+    """The memory that `jit(step, donate=..., world=..., overlap=...)` takes on one rank of a mesh, on the CPU; state in
+    host memory (`Layout.memory`) is counted apart.
 
     Args:
         step: train_step(state, batch) over symbolic axes, as an experiment's `describe` gives it.
@@ -124,11 +134,12 @@ def exact(
         overlap: as `jit` is given it.
         donate: as `jit` is given it.
         patches: as `jit` is given them.
+        host_bytes: as `jit` is given them.
 
     Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
     """
     with _world(mesh, rank) as world:
-        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches)[0]
+        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, host_bytes)[0]
 
 
 def _parts(described: Description) -> tuple[Callable, Any, Any]:
@@ -145,6 +156,7 @@ def deep(
     overlap: Overlap | None = None,
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
+    host_bytes: int = passes.Target.host_bytes,
 ) -> Exact:
     """`exact` of a model of `depth` equal layers, at the cost of two shallow ones: O(1) of depth.
 
@@ -159,10 +171,11 @@ def deep(
     Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
     that nothing can be continued: plan all layers by `exact`.
     """
+    how: dict[str, Any] = {"overlap": overlap, "donate": donate, "patches": patches, "host_bytes": host_bytes}
     if few is None:
         for one in _FEW[:-1]:
             with contextlib.suppress(_UnevenError):
-                return deep(build, depth, mesh, few=one, rank=rank, overlap=overlap, donate=donate, patches=patches)
+                return deep(build, depth, mesh, few=one, rank=rank, **how)
         few = _FEW[-1]
     few = tuple(few)
     if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
@@ -170,12 +183,12 @@ def deep(
             f"deep: got few={few}, wanted two depths from 4 on, 4 or more apart, by an even number; give some such as "
             f"{_FEW[0]}"
         )
-    how = (overlap, donate, patches)
     began = time.process_time()
     if depth <= few[-1] * 3 // 2:
-        return exact(*_parts(build(depth)), mesh, rank=rank, overlap=overlap, donate=donate, patches=patches)
+        return exact(*_parts(build(depth)), mesh, rank=rank, **how)
     layers, missing = few[1] - few[0], depth - few[1]
     states = [_bytes(build(n).state, rank) for n in (*few, depth)]
+    on_host = _bytes(build(depth).state, rank, "host")
     line = states[1] + missing * (states[1] - states[0]) / layers
     if abs(states[2] - line) > 0.002 * line:
         raise _UnevenError(
@@ -186,7 +199,7 @@ def deep(
     counts, last = [], None
     for n in few:
         with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
-            last, found = _exact(world, known, *_parts(build(n)), *how)
+            last, found = _exact(world, known, *_parts(build(n)), *how.values())
             counts.append(found)
     shallow, deeper = counts
     grows = {name: (value - shallow.phases.get(name, 0)) / layers for name, value in deeper.phases.items()}
@@ -195,7 +208,8 @@ def deep(
     assert last is not None, "two depths"
     took = time.process_time() - began
     top = max(phases.values())
-    return Exact(mesh, rank, states[2], last.batch, top, last.held, last.graph, phases, (depth, few), took)
+    of_layers = (depth, few)
+    return Exact(mesh, rank, states[2], last.batch, top, last.held, last.graph, phases, of_layers, took, on_host)
 
 
 def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: float) -> dict[str, float]:
@@ -252,21 +266,24 @@ def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) 
     return sum(deeper[at : at + more]) / layers if even else None
 
 
-def _exact(world, known, step, state_specs, batch_layouts, overlap, donate, patches) -> tuple[Exact, Counted]:
+def _exact(
+    world, known, step, state_specs, batch_layouts, overlap, donate, patches, host_bytes
+) -> tuple[Exact, Counted]:
     began = time.process_time()
     layouts = [_layouts(state_specs), _layouts(batch_layouts)]
     for which, given in zip(("state", "batch"), layouts, strict=True):
         checks.require_mesh(given, world.mesh, f"plan: the {which}", "the mesh of the plan")
     with FakeTensorMode():
         arguments = tuple(tree.map(lambda layout: _local(layout, world.rank), given) for given in layouts)
-    target = passes.Target(world, "inductor", tuple(sorted((patches or {}).items())), overlap)
+    target = passes.Target(world, "inductor", tuple(sorted((patches or {}).items())), overlap, host_bytes)
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
     compiled = jitted.Compiled(step, arguments, positions, target)
     found = _count(compiled.program, known, "step")
     graph = compiled.stages["overlap"].graph
     state, batch = (_bytes(given, world.rank) for given in layouts)
+    on_host = sum(_bytes(given, world.rank, "host") for given in layouts)
     took = time.process_time() - began
-    plan = Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took)
+    plan = Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took, on_host)
     return plan, found
 
 
@@ -275,9 +292,37 @@ def _count(program: passes.Program, known: dict[str, Counted], label: str) -> Co
     inside = {}
     for bound in nodes.opaque_entries(program.graph_module.graph):
         if bound.name not in known:
-            known[bound.name] = _count(bound.program, known, bound.label)
+            streams = isinstance(bound, Streamed)
+            known[bound.name] = _streamed(bound) if streams else _count(bound.program, known, bound.label)
         inside[bound.op] = known[bound.name]
     return counted(program.graph_module, program.fakes, dict(program.settings), inside, label)
+
+
+def _streamed(update: Streamed) -> Counted:
+    """The memory of an update of leaves in host memory: of two buckets that were fetched, and of what leaves the one
+    that is updated."""
+    pieces = {key: counted(code.module, code.fakes, dict(update.how.patches), {}, "piece") for key, code in
+              update.codes.items()}  # fmt: skip
+    fetched = [sum(_fetched(update, piece) for piece in bucket) for bucket in update.table]
+    peak = 0
+    for i, bucket in enumerate(update.table):
+        live = sum(fetched[i : i + 2])
+        for piece in bucket:
+            code, at = update.codes.get((piece.part, piece.shape)), update.places[piece.part]
+            if code is None:
+                continue
+            peak = max(peak, live + pieces[piece.part, piece.shape].peak)
+            outs = nodes.items_of(code.module.graph.output_node().args[0])
+            live += sum(out.meta["val"].nbytes for out, stored in zip(outs, at.stored, strict=True) if stored)
+        peak = max(peak, live)
+    held = Held("buckets", peak, torch.uint8, (peak,), "host", update.label, "step")
+    return Counted(peak, (held,))
+
+
+def _fetched(update: Streamed, piece: buckets.Piece) -> int:
+    """Bytes of a piece that are fetched."""
+    fetched = update.parts[piece.part].fetched
+    return math.prod(piece.shape) * sum(node.meta["val"].element_size() for node in fetched)
 
 
 def _world(mesh: Mesh, rank: int) -> SizedWorld:
@@ -294,5 +339,5 @@ def _local(layout: Layout, rank: int) -> torch.Tensor:
     return labels.labelled(torch.empty(layout.local_shape(rank), dtype=layout.dtype), layout)
 
 
-def _bytes(given: structure.Tree, rank: int) -> int:
-    return sum(math.prod(x.local_shape(rank)) * x.dtype.itemsize for x in tree.leaves(_layouts(given)))
+def _bytes(given: structure.Tree, rank: int, memory: str = "device") -> int:
+    return sum(x.local_nbytes(rank) for x in tree.leaves(_layouts(given)) if x.memory == memory)

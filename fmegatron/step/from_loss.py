@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def build(
     twice: bool = False,
     shards: bool = False,
     reshard_after_forward: bool = True,
+    memory: str | Sequence[tuple[str, str]] = "device",
 ) -> Description:
     """What `describe(config)` of an experiment with a loss of its own returns: `build_train_step`, described.
 
@@ -54,10 +55,11 @@ def build(
         reshard_after_forward: of weights that arrive whole, as of `nn.gather_tree`: False keeps what is gathered in the
             forward until the backward has read it, which saves gathers and costs memory.
         samples: its `with_sample_ids`.
+        memory: of the optimizer's state, see `state_specs`.
         evaluate: (state, batch) -> metrics of held-out rows, given shards; None: the loss of the parameters, of no
             samples; where it has several parts, the mean of each by its name.
 
-    Raises what `build_train_step` and `DataParallel.batch_layout` raise.
+    Raises what `build_train_step`, `state_specs` and `DataParallel.batch_layout` raise.
     """
     layouts, strategy = tree.layouts(specs), spec.strategy_of(specs)
     mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
@@ -99,5 +101,5 @@ def build(
         return {"loss": whole, **({"loss/count": metrics["tokens"]} if "tokens" in metrics else {})}
 
     rows = {name: row(name, x) for name, x in batch.items()}
-    specs = state_specs(specs, optimizer, strategy)
+    specs = state_specs(specs, optimizer, strategy, memory)
     return Description(train_step, specs, rows, microbatches, evaluate=evaluate or held_out)

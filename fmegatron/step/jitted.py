@@ -39,7 +39,7 @@ class Compiled:
     """One signature of a jit: a function compiled for given shapes, strides, dtypes, devices and static values.
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
-    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange".
+    stages: name -> graph module, in order "trace", "lower", "overlap", "stream", "donate", "exchange".
     """
 
     def __init__(self, fn, args, donate, target: Target, check=None):
@@ -272,7 +272,7 @@ class Jitted:
         return traced.result(outs)
 
     def graph(self, stage: str = "trace", call: int = 0) -> torch.fx.Graph:
-        """The graph of the call-th signature after a stage: "trace", "lower", "overlap", "donate" or "exchange"."""
+        """The graph of the call-th signature after a stage (`Program.stages`): "trace", "lower", "overlap", ..."""
         compiled = list(self.cache.values())
         if not compiled:
             raise ValueError(f"{self.name}: got a jit that has compiled nothing, wanted its graph; call it once before")
@@ -304,6 +304,7 @@ def jit(
     check: bool = True,
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | None = None,
+    host_bytes: int = 1 << 29,
     **others: object,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
@@ -334,6 +335,8 @@ def jit(
             function donates; where it communicates, rank 0 warns that it is not checked. False: no check.
         allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
         overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+        host_bytes: of state in host memory (`state_specs(..., memory="host")`) that travels to the device together; up
+            to three times so many bytes are there at a time. A piece of a leaf has one element or more.
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
     Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
@@ -353,7 +356,9 @@ def jit(
     positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)
     if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
         raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
-    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap)
+    if isinstance(host_bytes, bool) or not isinstance(host_bytes, int) or host_bytes < 1:
+        raise ValueError(f"jit: got host_bytes={host_bytes!r}, wanted a number of bytes, such as 1 << 29")
+    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap, host_bytes)
     if not isinstance(check, bool):
         raise ValueError(
             f"jit: check: got {structure.in_words(check)}, wanted True or False; layouts are those of the arrays: "

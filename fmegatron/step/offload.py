@@ -1,8 +1,9 @@
-"""Activation offload: two ops that copy activations to host memory and back, kept in place by compilers.
+"""Offload: two ops that copy activations and state to host memory and back, kept in place by compilers.
 
-The copies run on the stream that computes, from and to page-locked memory: the host does not wait, no buffer is used
-again before its copy is done, and a layer takes longer by the time of its copies over the bus. Without CUDA they are
-plain copies, which save nothing and are for tests; on CUDA they were not run yet.
+`fetched` and `stored` are for state that is at rest there, which the pass `step.streamed` moves piece by piece. The
+copies of activations run on the stream that computes, from and to page-locked memory: the host does not wait, no buffer
+is used again before its copy is done, and a layer takes longer by the time of its copies over the bus. Without CUDA
+they are plain copies, which save nothing and are for tests; on CUDA they were not run yet.
 Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2) offload activations of checkpointed layers so.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from fmegatron import tree
 from fmegatron.step.output_buffers import barrier
+from fmegatron.tree import labels, structure
 
-__all__ = ["from_host", "is_worth_moving", "to_host"]
+__all__ = ["fetched", "from_host", "is_worth_moving", "stored", "to_host"]
 
 
 def to_host(xs: list[torch.Tensor], y: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -30,6 +33,35 @@ def to_host(xs: list[torch.Tensor], y: torch.Tensor) -> tuple[list[torch.Tensor]
 def from_host(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """A copy of x on the device of `after`, made after `after` exists: not as early as its argument would allow."""
     return torch.ops.fmegatron_step.from_host(x, after)
+
+
+def fetched(state: structure.Tree, after: torch.Tensor) -> structure.Tree:
+    """A tree of arrays, of which those in host memory (by their layouts) are on the device of `after`, once that
+    exists."""
+
+    def one(x: torch.Tensor) -> torch.Tensor:
+        layout = labels.layout_of(x)
+        if layout is None or layout.memory == "device":
+            return x
+        return labels.labelled(from_host(x, after), layout.replace(memory="device"))
+
+    return tree.map(one, state)
+
+
+def stored(new: structure.Tree, old: structure.Tree) -> structure.Tree:
+    """New values of a tree of arrays, each in the memory in which the old one is (by its layout).
+
+    A tree of another structure comes back as it is: whoever calls a step with it is told so there.
+    """
+
+    def one(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        layout = labels.layout_of(like)
+        if layout is None or layout.memory == "device":
+            return x
+        return labels.labelled(torch.ops.fmegatron_step.to_host(x, x), layout)
+
+    alike = structure.flatten(new)[2] == structure.flatten(old)[2]
+    return tree.map(one, new, old) if alike else new
 
 
 def is_worth_moving(x: torch.Tensor, smallest: int) -> bool:

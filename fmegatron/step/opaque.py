@@ -9,9 +9,7 @@ counts it: it lives as long as a graph, a layer or a World has it, and the opera
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
-import itertools
 import operator
 import re
 import weakref
@@ -24,6 +22,7 @@ from torch import fx
 
 from fmegatron.collectives import kinds, table
 from fmegatron.step.graph.nodes import OPAQUE, RUNS, entry_of, items_of, meta_of, opaque_entries, user_line
+from fmegatron.step.operators import defined, existing, free_name
 from fmegatron.step.output_buffers import with_own_outputs
 from fmegatron.step.overlap.schedule import Overlap
 from fmegatron.step.passes import Program, Target
@@ -33,36 +32,6 @@ from fmegatron.step.tracing import line_here
 __all__ = ["Entry", "Replay", "inline_layers"]
 
 _SYMBOLIC, _COMPILED = OPAQUE
-
-
-def _define(namespace: str, name: str, owner: Entry | Bound, out_meta) -> tuple[Any, torch.library.Library]:
-    """Register `name(Tensor[] args) -> Tensor[]`, which is `owner.run`. Raw registration: torch.library.custom_op costs
-    0.15 ms per call. The operator is gone when its library is.
-    """
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define(f"{name}(Tensor[] args) -> Tensor[]")
-    # torch keeps what it is given here for as long as the process lives, also of a library that is gone; the graph that
-    # calls the operator keeps its owner.
-    library.impl(name, functools.partial(_run, weakref.ref(owner)), "CompositeExplicitAutograd")
-
-    def fake(args):
-        return [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in out_meta
-        ]
-
-    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-    return getattr(getattr(torch.ops, namespace), name).default, library
-
-
-def _run(owner: weakref.ReferenceType, args: list) -> list[torch.Tensor]:
-    found = owner()
-    assert found is not None, "a graph keeps what its opaque nodes run"
-    return list(found.run(*args))
-
-
-def _existing(namespace: str, name: str):
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return None if packet is None else packet.default
 
 
 class Entry:
@@ -79,7 +48,7 @@ class Entry:
         self.name, self.graph_module, self.fakes, self.fake_mode = name, graph_module, fakes, fake_mode
         self.out_meta = [meta_of(n.meta["val"]) for n in items_of(graph_module.graph.output_node().args[0])]
         self.alone: dict[Target, Bound] = {}  # compiled without ranks
-        self.op, self.library = _define(_SYMBOLIC, name, self, self.out_meta)
+        self.op, self.library = defined(_SYMBOLIC, name, self, self.out_meta)
         # torch knows operators by their names in the whole process, and each name once, so equal graphs that live at
         # the same time have to meet here. A weak reference: it keeps no entry alive.
         self.op.entry = weakref.ref(self)
@@ -92,7 +61,7 @@ class Entry:
         text = "\n".join([graph_module.code, *_constants(graph_module), repr([meta_of(f) for f in fakes]), repr(outs)])
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         name = f"{re.sub(r'[^0-9a-zA-Z]+', '_', label)}_{digest}"
-        known = _existing(_SYMBOLIC, name)
+        known = existing(_SYMBOLIC, name)
         alive = None if known is None else known.entry()
         return cls(name, graph_module, fakes, fake_mode) if alive is None else alive
 
@@ -128,15 +97,8 @@ class Entry:
         known = self.alone if world is None else world.compiled.setdefault(self, {})
         if target not in known:
             where = "" if world is None else "_" + re.sub(r"[^0-9a-zA-Z]+", "_", str(world.mesh))
-            known[target] = Bound(self, target, _free(f"{self.name}{where}_"))
+            known[target] = Bound(self, target, free_name(f"{self.name}{where}_"))
         return known[target]
-
-
-def _free(name: str) -> str:
-    """The first name of a compiled operator that is free: the same on all ranks, which make the same Worlds."""
-    if _existing(_COMPILED, f"{name}0") is not None:
-        gc.collect()  # perhaps of a World that is gone, which each rank would find out in its own time
-    return next(f"{name}{n}" for n in itertools.count() if _existing(_COMPILED, f"{name}{n}") is None)
 
 
 def _constants(graph_module) -> list[str]:
@@ -158,7 +120,7 @@ class Bound:
         self.code: Callable[..., Any] | None = None  # once it is compiled
         self.name, self.label = entry.name, entry.name.rpartition("_")[0]  # with the digest of the graph, and without
         self.graph_module = self.program.graph_module
-        self.op, self.library = _define(_COMPILED, name, self, entry.out_meta)
+        self.op, self.library = defined(_COMPILED, name, self, entry.out_meta)
 
     def compile(self) -> None:
         """Compile if that is not done yet."""

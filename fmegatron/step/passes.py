@@ -16,6 +16,7 @@ from fmegatron.step.graph.nodes import RUNS, entry_of, opaque_entries
 from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap.gathers import units
 from fmegatron.step.overlap.schedule import KEEP_WAITS, Overlap, overlapped
+from fmegatron.step.streamed import How, streamed
 from fmegatron.step.write_back import write_back, writes_last
 
 __all__ = ["PASSES", "Program", "Target"]
@@ -28,12 +29,14 @@ class Target:
     """What a graph is compiled for: the ranks, a backend (`compile_graph`), Inductor's settings, order of collectives.
 
     patches: sorted pairs of a name in torch._inductor.config and its value. overlap: None: the order of the graph.
+    host_bytes: as `jit` is given them.
     """
 
     world: World | None = None
     backend: str = "inductor"
     patches: tuple[tuple[str, Any], ...] = ()
     overlap: Overlap | None = None
+    host_bytes: int = 1 << 29
 
     @property
     def in_order(self) -> bool:
@@ -49,9 +52,9 @@ class Target:
 class Program:
     """A traced graph after all passes, for one target: the outer graph of a jit, or that of an opaque layer.
 
-    stages: name -> graph module, in order "trace", "lower", "overlap", "donate", "exchange". fakes, rank_inputs: what
-    the last of them takes. donated: output index -> index of the input whose memory its value is written into.
-    written, harmless: after `compile` of a graph that runs op by op: as in `Donation`.
+    stages: name -> graph module, in order "trace", "lower", "overlap", "stream", "donate", "exchange". fakes,
+    rank_inputs: what the last of them takes. donated: output index -> index of the input whose memory its value is
+    written into. written, harmless: after `compile` of a graph that runs op by op: as in `Donation`.
     """
 
     written: Sequence[int] = ()
@@ -120,6 +123,13 @@ def _overlapped(graph_module: fx.GraphModule, program: Program) -> fx.GraphModul
     return overlapped(graph_module, program.target.overlap, program.target.world)
 
 
+def _streamed(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
+    """What updates leaves in host memory is one node, which does it piece by piece."""
+    target = program.target
+    how = How(target.backend, target.patches, target.host_bytes)
+    return streamed(graph_module, program.donated, how, program.fake_mode)
+
+
 def _written_back(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
     """Outputs have memory of their own, or are written into that of donated inputs."""
     return write_back(graph_module, program.donated, program.target.in_order)
@@ -131,4 +141,10 @@ def _exchanged(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule
 
 
 # Each a function from a graph module and its program to a graph module.
-PASSES = (("lower", _lowered), ("overlap", _overlapped), ("donate", _written_back), ("exchange", _exchanged))
+PASSES = (
+    ("lower", _lowered),
+    ("overlap", _overlapped),
+    ("stream", _streamed),
+    ("donate", _written_back),
+    ("exchange", _exchanged),
+)

@@ -13,8 +13,10 @@ import optree
 import torch
 
 from fmegatron import tree
+from fmegatron.layout.layout import Label
 from fmegatron.step.graph.nodes import meta_text
 from fmegatron.tree import structure
+from fmegatron.tree.labels import label_of
 
 __all__ = ["differences", "require_constants", "signature_of"]
 
@@ -28,7 +30,8 @@ _SHOWN = 3
 def signature_of(leaves: list, labels: bool = False) -> list[tuple]:
     """One key per leaf; calls with equal lists (and tree structures) run the same graph.
 
-    labels: whether the layouts of arrays count too (`tree.place`): on several ranks a graph is checked by them.
+    labels: whether the layouts of arrays count too (`tree.place`): on several ranks a graph is checked by them. Their
+    memory counts always: a graph moves what is in host memory.
     """
     if labels:
         return [
@@ -37,7 +40,15 @@ def signature_of(leaves: list, labels: bool = False) -> list[tuple]:
             else _constant(x)
             for x in leaves
         ]
-    return [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else _constant(x) for x in leaves]
+    return [
+        (x.shape, x.stride(), x.dtype, x.device, _memory(x)) if isinstance(x, torch.Tensor) else _constant(x)
+        for x in leaves
+    ]
+
+
+def _memory(x: torch.Tensor) -> str:
+    label = label_of(x)
+    return "device" if label is None else label.layout.memory
 
 
 def _constant(x: Any) -> tuple:
@@ -107,11 +118,16 @@ def _paths(spec: Any) -> list[str]:
     return tree.paths(optree.tree_unflatten(spec, range(spec.num_leaves)))
 
 
+def _known(of: Label | str | None) -> str:
+    if isinstance(of, str):
+        return f"in {of} memory"
+    return "without a known layout" if of is None else f"{of.layout}"
+
+
 def _change(path: str, old: tuple, new: tuple) -> str:
     was, becomes = _words(old), _words(new)
     if was == becomes and _is_tensor(new) and old[1] == new[1]:
-        was, becomes = ("without a known layout" if x is None else f"{x.layout}" for x in
-                        (old[4], new[4]))  # fmt: skip
+        was, becomes = (_known(x[4]) for x in (old, new))
     elif was == becomes and _is_tensor(new):
         was, becomes = f"strides {tuple(old[1])}", f"{becomes} with strides {tuple(new[1])}"
     elif was == becomes:

@@ -13,9 +13,10 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, resharding
 from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.collectives.wires import Wire
-from fmegatron.layout import DataParallel, Layout, data_parallel
+from fmegatron.layout import DataParallel, Layout, Rules, data_parallel, layout
 from fmegatron.optim import transform
 from fmegatron.optim.average import average_of
+from fmegatron.step.offload import fetched
 from fmegatron.step.torch_private import register_node
 from fmegatron.tree import labels, spec, structure, torch_private
 
@@ -156,7 +157,12 @@ def placements(param_layouts: structure.Tree, strategy: DataParallel) -> data_pa
     return data_parallel.Placed(param_layouts, grads, tree.map(strategy.optim_layout, param_layouts))
 
 
-def state_specs(param_specs: structure.Tree, optimizer: optim.Optimizer, strategy: DataParallel | None = None) -> State:
+def state_specs(
+    param_specs: structure.Tree,
+    optimizer: optim.Optimizer,
+    strategy: DataParallel | None = None,
+    memory: str | Sequence[tuple[str, str]] = "device",
+) -> State:
     """Specs of the full state, given those of the parameters: one definition for memory, layouts and checkpoint.
 
     `tree.init(state_specs(...), key, rank)` is the state at step 0: the parameters are those that `tree.init` draws of
@@ -164,9 +170,19 @@ def state_specs(param_specs: structure.Tree, optimizer: optim.Optimizer, strateg
     the state at step 0 of parameters that are known already.
     strategy: how the optimizer's state is sharded beyond the parameters; None: as the specs state (`tree.specs(...,
     strategy=)`), and exactly as the parameters are where they state none. All specs of the state know it.
-    Raises ValueError for an optimizer that is none, and for another strategy than that of the specs.
+    memory: where the optimizer's state is at rest, "device" or "host", or (pattern, memory) rows, of which the first
+    that matches full segments of a leaf's path decides, and "device" where none does: [("adam|master", "host")].
+    Arrays without dims are on the device whatever is said. A step fetches what is in host memory and stores it again.
+    Raises ValueError for an optimizer that is none, for another strategy than that of the specs, for an unknown memory,
+    a row that decides no array, and parameters in host memory, which no step fetches.
     """
     require_optimizer(optimizer, "state_specs")
+    for path, one in zip(tree.paths(param_specs), tree.leaves(param_specs), strict=True):
+        if one.layout.memory != "device":
+            raise ValueError(
+                f"state_specs: {path}: got a parameter in {one.layout.memory} memory, wanted it on the device: a step "
+                'streams the optimizer\'s state alone; give memory="host" here'
+            )
     mesh, stated = tree.leaves(param_specs)[0].mesh, spec.strategy_of(param_specs)
     if strategy is not None and stated is not None and stated != strategy:
         raise ValueError(
@@ -177,7 +193,32 @@ def state_specs(param_specs: structure.Tree, optimizer: optim.Optimizer, strateg
     step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0), strategy=strategy)
     params = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), tree.named(param_specs))
     opt = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), optimizer.init(_seen(params, strategy)))
-    return State(step, params, opt)
+    return State(step, params, _remembered(opt, memory))
+
+
+def _remembered(specs: structure.Tree, memory: str | Sequence[tuple[str, str]]) -> structure.Tree:
+    """The specs of an optimizer's state, in their memories."""
+    rows = [(".*", memory)] if isinstance(memory, str) else [*memory]
+    for pattern, wanted in rows:
+        if wanted not in layout.MEMORIES:
+            known = ", ".join(layout.MEMORIES)
+            raise ValueError(f"state_specs: memory: got {wanted!r} for {pattern!r}, wanted one of {known}")
+    rules, decided = Rules([*((pattern, (i,)) for i, (pattern, _) in enumerate(rows)), (".*", (-1,))]), set()
+
+    def one(path: str, spec: tree.ArraySpec) -> tree.ArraySpec:
+        (i,) = rules.match(path)
+        if i < 0 or not spec.shape:
+            return spec
+        decided.add(i)
+        return dataclasses.replace(spec, layout=spec.layout.replace(memory=rows[i][1]))
+
+    placed = structure.map_with_path(one, specs)
+    if left := [pattern for i, (pattern, _) in enumerate(rows) if i not in decided and not isinstance(memory, str)]:
+        raise ValueError(
+            f"state_specs: memory: got {left[0]!r}, which decides no array, wanted patterns of full segments of paths "
+            f"such as {', '.join(tree.paths(specs)[:4])}"
+        )
+    return placed
 
 
 def require_optimizer(optimizer: Any, who: str) -> None:
@@ -210,7 +251,7 @@ def averaged_params(state: State) -> structure.Tree:
     The arrays of the state know their layouts, or all are full, on one rank. Raises ValueError, naming the leaf, where
     one does not know its layout, and for an optimizer that keeps no average.
     """
-    average = average_of(state.opt)
+    average = fetched(average_of(state.opt), tree.leaves(state.params)[0])
     trained, frozen = tree.partition(state.params, set(tree.paths(average)).__contains__)
     narrow = tree.map(lambda a, p: a.to(p.dtype), average, trained)
     if not any(tree.layout_of(x) for x in tree.leaves((average, trained))):

@@ -16,6 +16,7 @@ from fmegatron.optim import clipping
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.microbatches import accumulated, alone, require_parts
+from fmegatron.step.offload import fetched, stored
 from fmegatron.step.reduce import known_as, reduced_to
 from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.tracing import described
@@ -144,7 +145,9 @@ def build_train_step(
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
         there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), bucket_bytes)
         params = tree.merge(known_as(there, trained_at.optim), frozen)
-        params, opt = optimizer.update(grads, state.opt, params, clipping.GradNorm(norm, clip_norm))
+        held = fetched(state.opt, norm)  # what is in host memory, which the pass "stream" cuts into pieces
+        params, opt = optimizer.update(grads, held, params, clipping.GradNorm(norm, clip_norm))
+        opt = stored(opt, state.opt)
         params, _ = tree.partition(params, optimizer.trains)
         params = tree.merge(moved(params, trained_at.optim, trained_at.params, axes, Wire(), bucket_bytes), frozen)
         if post_update is not None:

@@ -9,7 +9,7 @@ where the last of its readers stands.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,10 @@ from fmegatron.step.output_buffers import in_own_memory
 from fmegatron.step.torch_private import Op, opname
 from fmegatron.step.tracing import Traced
 
-__all__ = ["donated_leaves", "write_back", "writes_last"]
+__all__ = ["behind_aliases", "donated_leaves", "read_before", "write_back", "writes_last"]
 
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # computed where they stand, like layers and collectives
+# Computed where they stand, like layers and collectives.
+_FIXED = ("mm", "bmm", "addmm", "baddbmm", "from_host")
 
 
 def donated_leaves(traced: Traced, args, donate) -> dict[int, int]:
@@ -88,7 +89,7 @@ def write_back(graph_module, donated: Mapping[int, int], in_order: bool) -> torc
     output = graph.output_node()
     outs = list(items_of(output.args[0]))
     inputs = graph.find_nodes(op="placeholder")
-    old = {i: inputs[position] for i, position in donated.items() if _behind_aliases(outs[i]) is not inputs[position]}
+    old = {i: inputs[position] for i, position in donated.items() if behind_aliases(outs[i]) is not inputs[position]}
     with graph.inserting_before(output):
         gather = _gather_in_place(graph, {i: (leaf, outs[i]) for i, leaf in old.items()})
     written = {i: leaf for i, leaf in old.items() if gather is None or leaf not in items_of(gather.args[0])}
@@ -121,7 +122,7 @@ def writes_last(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModul
     return copy, positions, not any(source in inputs for node in graph.nodes for source in written_by(node))
 
 
-def _behind_aliases(node: torch.fx.Node) -> torch.fx.Node:
+def behind_aliases(node: torch.fx.Node) -> torch.fx.Node:
     """The node of which this one is only another name (detach of a detach ...)."""
     while node.op == "call_function" and node.target in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
         node = node_of(node.args[0])
@@ -149,7 +150,7 @@ def _gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) -
     while True:  # without one that may not, others may not either
         sent = {x for _, x, _ in found.values()}
         needed = sent | ancestors(sent, inputs)
-        late = [key for key, (leaf, *_) in found.items() if not _read_before(leaf, needed, sent)]
+        late = [key for key, (leaf, *_) in found.items() if not read_before(leaf, needed, sent)]
         if not late:
             break
         for key in late:
@@ -161,23 +162,27 @@ def _gather_in_place(graph: fx.Graph, new: dict[int, tuple[fx.Node, fx.Node]]) -
     return graph.call_function(torch.ops.fmegatron_step.gather_into.default, (leaves, mine, groups))
 
 
-def _read_before(leaf: fx.Node, needed: set[fx.Node], sent: set[fx.Node]) -> bool:
-    """Whether all nodes that read a leaf, or are computed together with one that does, are needed for what is sent."""
+def read_before(
+    leaf: fx.Node, needed: set[fx.Node], sent: set[fx.Node], apart: Collection[fx.Node] = frozenset()
+) -> bool:
+    """Whether all nodes that read a leaf, or are computed together with one that does, are needed for what is sent; but
+    for those `apart`."""
     todo, seen = [leaf], set()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        if any(user not in needed for user in node.users):
+        users = [user for user in node.users if user not in apart]
+        if any(user not in needed for user in users):
             return False
-        todo += [user for user in node.users if user not in sent and not _is_fixed(user)]
+        todo += [user for user in users if user not in sent and not _is_fixed(user)]
     return True
 
 
 def _is_fixed(node: fx.Node) -> bool:
     """Whether a node is computed where it stands: no compiler puts it off to fuse it with its readers."""
-    return is_layer(node) or is_start(node) or opname(node.target) in _PRODUCTS
+    return is_layer(node) or is_start(node) or opname(node.target) in _FIXED
 
 
 def _forget(graph: fx.Graph, values: list[fx.Node]) -> None:

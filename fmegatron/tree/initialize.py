@@ -12,7 +12,7 @@ import torch
 from fmegatron.layout import Box, boxes
 from fmegatron.tree.checks import check
 from fmegatron.tree.keys import fold_in
-from fmegatron.tree.labels import labelled
+from fmegatron.tree.labels import in_memory, labelled
 from fmegatron.tree.random import Scratch, normal_values, pair_words, round_keys, scratch, uniform_values
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform
 from fmegatron.tree.structure import Tree, did_you_mean, flatten, in_words, unflatten
@@ -30,7 +30,8 @@ def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = N
         specs: tree of ArraySpecs.
         key: see `fold_in`.
         rank: this rank on the mesh of the specs.
-        device: where the tensors end; random values are drawn on the CPU.
+        device: where the tensors end, but for those whose layouts name host memory, which are beside it; random values
+            are drawn on the CPU.
         given: a tree of local tensors that are known already (weights from elsewhere), under the names of their leaves:
             they are taken as they are, and copies are made of them. For a state of `step.state_specs`: parameters, or
             some.
@@ -54,7 +55,7 @@ def init(specs: Tree, key: int, rank: int, device: torch.device | str | None = N
             local = _copied(path, leaf, originals[name][1], known[name], rank)
         else:
             local = known[name]
-        out.append(labelled(local if device is None else local.to(device), leaf.layout))
+        out.append(labelled(in_memory(local, leaf.layout, device), leaf.layout))
     return unflatten(spec, out)
 
 
@@ -135,7 +136,8 @@ def _known(given: Tree, originals: dict[str, tuple[str, ArraySpec]], rank: int) 
 
 
 def _drawn(path: str, spec: ArraySpec, key: int, rank: int, space: Scratch, device: Any) -> torch.Tensor:
-    place = device if isinstance(spec.init, Constant) else None  # nothing to draw: most of an optimizer's state
+    on_device = isinstance(spec.init, Constant) and spec.layout.memory == "device"
+    place = device if on_device else None  # nothing to draw: most of an optimizer's state
     local = torch.empty(spec.layout.local_shape(rank), dtype=(*spec.rounded_to, spec.dtype)[0], device=place)
     try:
         fill(local, spec, key, rank, space)

@@ -13,7 +13,7 @@ import torch
 from fmegatron.layout import Layout, layout
 from fmegatron.tree.structure import Tree
 
-__all__ = ["alike", "label_of", "labelled", "layout_of"]
+__all__ = ["alike", "in_memory", "label_of", "labelled", "layout_of"]
 
 
 def layout_of(x: Tree) -> Layout | None:
@@ -47,3 +47,15 @@ def alike(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """`new`, of the shape of `old`: where the layout of `old` is known, that of `new` is too, in its own dtype."""
     layout = layout_of(old)
     return new if layout is None else labelled(new, layout.replace(dtype=new.dtype))
+
+
+def in_memory(x: torch.Tensor, layout: Layout, device: torch.device | str | None) -> torch.Tensor:
+    """`x` in the memory of its layout: on the device, or on its host, where it is page-locked if the device is of CUDA,
+    so that copies need not wait. device: None: where it is."""
+    if device is None:
+        return x
+    if layout.memory == "device":
+        return x.to(device)
+    if torch.device(device).type != "cuda" or (x.device.type == "cpu" and x.is_pinned()):
+        return x.cpu()
+    return x.cpu().pin_memory()

@@ -285,5 +285,5 @@ def test_unknown_names():
     with pytest.raises(ValueError, match="got a jit that has compiled nothing"):
         step.graph()
     step(torch.ones(1))
-    with pytest.raises(ValueError, match="stage: got 'code', wanted one of trace, lower, overlap, donate"):
+    with pytest.raises(ValueError, match="stage: got 'code', wanted one of trace, lower, overlap, stream, donate"):
         step.graph("code")

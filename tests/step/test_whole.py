@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmegatron import nn, optim, step, tree
+from fmegatron import nn, optim, step, testing, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.opaque import inline_layers

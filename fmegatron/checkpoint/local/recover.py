@@ -117,7 +117,7 @@ def recover(
         plans = _Plans(paths, leaves)
         if holders := fetch_set(tensors, plans, mine, one.holders, step, world, portion_bytes, notes):
             metadata = json.loads(world.broadcast_text(_metadata(mine), one.holders[0][0]))
-            together(world, what, lambda: _move(tensors, device or world.device))
+            together(world, what, lambda: _move(tensors, leaves, device or world.device))
             if isinstance(fallback, Manager):
                 try:
                     fallback.rewind(step)  # newer global ones, if there are any, were skipped
@@ -215,9 +215,9 @@ def _candidates(sets: list[_Set], seen: _Seen, notes: list[str]) -> list[tuple[i
     ]
 
 
-def _move(tensors: list[torch.Tensor], device: str | torch.device) -> None:
+def _move(tensors: list[torch.Tensor], layouts: list[Layout], device: str | torch.device) -> None:
     for i, x in enumerate(tensors):  # one by one, so that host memory is given back on the way
-        tensors[i] = x.to(device)
+        tensors[i] = labels.in_memory(x, layouts[i], device)
 
 
 def _seen(manager: Manager, world: Ranks) -> _Seen:

@@ -239,11 +239,14 @@ def finish_reading(started: Started, world: Ranks, device: str | torch.device | 
 
 
 def finish_tensors(started: Started, device: str | torch.device) -> list[torch.Tensor | None]:
-    """The tensors on the device that is asked for, one by one, so that host memory is given back on the way."""
+    """The tensors on the device that is asked for, or beside it where their layouts name host memory.
+
+    One by one, so that memory is given back on the way.
+    """
     tensors = started.tensors
     for i, x in enumerate(tensors):
         if x is not None:
-            tensors[i] = x.to(device)
+            tensors[i] = labels.in_memory(x, started.request.layouts[i], device)
     return tensors
 
 

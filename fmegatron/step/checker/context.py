@@ -27,7 +27,8 @@ GO_ON = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake: where (file.py:line; of the forward for nodes of the backward), which op, over which mesh axis.
+    """One mistake: where (file.py:line; of the forward for nodes of the backward), which op, over which mesh axis; axis
+    is "" for one that is none of an axis.
 
     what: what is wrong.  fix: what would be right.  born: the line from which on the value was a pending sum, or "".
     """
@@ -41,7 +42,8 @@ class Finding:
 
     def __str__(self) -> str:
         since = f" (pending since {self.born})" if self.born else ""
-        return f"{self.at}: {self.op} over {self.axis!r}: {self.what}{since}. Fix: {self.fix}"
+        over = f" over {self.axis!r}" if self.axis else ""
+        return f"{self.at}: {self.op}{over}: {self.what}{since}. Fix: {self.fix}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fmegatron.step.checker.context import GO_ON, Finding, Report, Scope, Unprov
 from fmegatron.step.checker.dims import folds_of, interleaved, order_of
 from fmegatron.step.checker.interpret import interpreted
 from fmegatron.step.checker.marks import too_large
+from fmegatron.step.checker.memories import mixed
 from fmegatron.step.checker.padding import at_output
 from fmegatron.step.checker.values import (
     First,
@@ -172,6 +173,7 @@ def check_traced(
                 axes, paths = open_.setdefault(origin, ({}, {}))
                 axes[axis], paths[path] = None, None
     reported: list[Finding | Unproven] = [*sorted(scope.findings, key=scope.findings.__getitem__)]
+    reported += mixed(graph, in_layouts, out_layouts, traced.out_paths)
     for origin in sorted(open_):
         (at, op, why, fix), (axes, paths) = scope.reason(origin), open_[origin]
         reported.append(Unproven(at, op, tuple(axes), why, fix, tuple(paths)))

@@ -86,13 +86,14 @@ def launches(graph: fx.Graph) -> str:
 @dataclass(frozen=True)
 class Rates:
     """What a device does in a second, to estimate durations: FLOP of matrix products, bytes of memory, bytes that a
-    rank sends, and seconds that each collective takes before its first byte. The defaults are an H100 at half of its
-    bf16 peak, and links of 50 GB/s."""
+    rank sends, seconds that each collective takes before its first byte, and bytes that go each way between device and
+    host. The defaults are an H100 at half of its bf16 peak, and links of 50 GB/s."""
 
     flops: float = 5e14
     memory: float = 2.5e12
     network: float = 5e10
     latency: float = 2e-5
+    host: float = 5e10
 
 
 def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned") -> Timeline:

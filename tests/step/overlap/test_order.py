@@ -65,7 +65,7 @@ def test_nothing_is_changed_without_overlap(stages):
 
 
 def test_the_stages_of_a_step(stages):
-    assert list(stages) == ["trace", "lower", "overlap", "donate", "exchange"]
+    assert list(stages) == ["trace", "lower", "overlap", "stream", "donate", "exchange"]
     orders = {name: launches(stages[name].graph) for name in ("lower", "overlap", "donate")}
     assert orders["lower"] == ORDERS[PLAIN] and orders["overlap"] == orders["donate"] == ORDERS[Overlap()]
 
@@ -157,5 +157,5 @@ def test_negative_settings_are_refused():
 def test_graph_names_the_stages():
     step = jit(tiny.mlp_step(), backend="eager")
     step(fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), tiny.mlp_batch())
-    with pytest.raises(ValueError, match="wanted one of trace, lower, overlap, donate, exchange"):
+    with pytest.raises(ValueError, match="wanted one of trace, lower, overlap, stream, donate, exchange"):
         step.graph("schedule")

@@ -1,0 +1,238 @@
+"""Buckets of pieces of leaves in host memory, and the order in which they are fetched, updated and stored.
+
+While bucket i is updated on the device, bucket i + 1 travels up and bucket i - 1 down. Host memory that is read is not
+written before the piece that it holds has arrived; device memory that is stored is not given back before it has left.
+Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv 2104.07857, section 5.2.2) stream optimizer states through the device so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = [
+    "ARRAYS",
+    "Copies",
+    "Cut",
+    "InOrder",
+    "OnStreams",
+    "Piece",
+    "Places",
+    "copies_on",
+    "cut_of",
+    "cuts",
+    "run",
+    "table",
+]
+
+Cut = tuple[tuple[int, int], ...]  # (start, stop) of leading dims; () is the whole
+Place = tuple[str, int]  # (name of a list of arrays, number in it)
+ARRAYS = ("whole", "new", "given")  # written in place, written for the first time, read
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of the graph that it belongs to; what it is of that part's leaves; its shape."""
+
+    part: int
+    cut: Cut
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a part finds what is fetched and what is given, where its outputs go, which of these are in host memory.
+
+    bytes_per_element: of what travels one way; of the ways the one that has more.
+    """
+
+    fetched: tuple[Place, ...]
+    given: tuple[Place, ...]
+    outs: tuple[Place, ...]
+    stored: tuple[bool, ...]
+    bytes_per_element: int
+
+
+def cuts(shape: Sequence[int], bytes_per_element: int, most: int) -> list[Cut]:
+    """The pieces of a contiguous array, each contiguous and of at most `most` bytes, or of one element.
+
+    >>> cuts((4, 3), 4, 24), cuts((2, 3), 4, 8)
+    ([((0, 2),), ((2, 4),)], [((0, 1), (0, 2)), ((0, 1), (2, 3)), ((1, 2), (0, 2)), ((1, 2), (2, 3))])
+    """
+    size = math.prod(shape) * bytes_per_element
+    if size <= most or not shape:
+        return [()]
+    row = size // shape[0]
+    if row > most and len(shape) > 1:
+        inner = cuts(shape[1:], bytes_per_element, most)
+        return [((i, i + 1), *cut) for i in range(shape[0]) for cut in inner]
+    rows = max(1, most // row)
+    rows = -(-shape[0] // -(-shape[0] // rows))  # as many pieces, of sizes that differ less
+    return [((start, min(start + rows, shape[0])),) for start in range(0, shape[0], rows)]
+
+
+def cut_shape(shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
+    """The shape of a piece."""
+    return (*(stop - start for start, stop in cut), *shape[len(cut) :])
+
+
+def cut_of(x: torch.Tensor, shape: Sequence[int], cut: Cut) -> torch.Tensor:
+    """The piece of an array of `shape`, or of one that is broadcast to it: a view."""
+    missing = len(shape) - x.dim()
+    for dim, (start, stop) in enumerate(cut):
+        if dim >= missing and x.shape[dim - missing] == shape[dim]:
+            x = x.narrow(dim - missing, start, stop - start)
+    return x
+
+
+def table(parts: Sequence[tuple[Sequence[int], int]], most: int) -> tuple[tuple[Piece, ...], ...]:
+    """The buckets, each of pieces that have at most `most` bytes together, or of one piece.
+
+    parts: of each the shape of its leaves, and its bytes per element.
+    """
+    found: list[list[Piece]] = []
+    room = 0
+    for i, (shape, width) in enumerate(parts):
+        for cut in cuts(shape, width, most):
+            piece = Piece(i, cut, cut_shape(shape, cut))
+            size = math.prod(piece.shape) * width
+            if not found or size > room:
+                found.append([])
+                room = most
+            found[-1].append(piece)
+            room -= size
+    return tuple(map(tuple, found))
+
+
+class Copies(Protocol):
+    """How arrays travel between host and device, in one update."""
+
+    def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Begin to copy arrays of the host -> memory of the device that has them once `arrived` has returned."""
+        ...
+
+    def arrived(self) -> None:
+        """What the device computes from now on comes after all fetches so far."""
+        ...
+
+    def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy values of the device into memory of the host: (into, value) of each."""
+        ...
+
+    def left(self) -> None:
+        """What the device does from now on comes after all stores so far: memory of their values may be taken again."""
+        ...
+
+    def landed(self) -> None:
+        """Wait until nothing travels: the host may read what was stored."""
+        ...
+
+
+class InOrder:
+    """Copies that are made at once."""
+
+    def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of the arrays."""
+        return [x.clone() for x in sources]
+
+    def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each value."""
+        for into, x in pairs:
+            into.copy_(x)
+
+    def arrived(self) -> None:
+        """Nothing to wait for, as in `left` and `landed`."""
+
+    left = landed = arrived
+
+
+class OnStreams:
+    """Copies to and from page-locked memory on two streams of CUDA, beside the stream that computes."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.up, self.down = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Copies`. The memory is that of the stream that computes, which waits for the copy and gives it back, so
+        that the allocator need not ask whether a copy is done."""
+        found = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in sources]
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.up):
+            for y, x in zip(found, sources, strict=True):
+                y.copy_(x, non_blocking=True)
+        return found
+
+    def arrived(self) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream(self.device).wait_stream(self.up)
+
+    def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `Copies`."""
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.down):
+            for into, x in pairs:
+                into.copy_(x, non_blocking=True)
+
+    def left(self) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream(self.device).wait_stream(self.down)
+
+    def landed(self) -> None:
+        """See `Copies`. The host waits for the device here, as it may read host memory next."""
+        self.up.synchronize()
+        self.down.synchronize()
+
+
+def copies_on(device: torch.device) -> Copies:
+    """How arrays travel to and from a device."""
+    return OnStreams(device) if device.type == "cuda" else InOrder()
+
+
+def run(
+    buckets: Sequence[Sequence[Piece]],
+    shapes: Sequence[Sequence[int]],
+    places: Sequence[Places],
+    arrays: Mapping[str, list[torch.Tensor]],
+    update: Callable[[Piece, list[torch.Tensor]], list[torch.Tensor]],
+    copies: Copies,
+) -> None:
+    """Update all pieces, bucket after bucket.
+
+    shapes, places: of the parts. arrays: lists by name, which hold what `places` name. update: a piece, and its tensors
+    (fetched, then given) -> its outputs, in memory that nobody writes before `left`. An output whose place is on the
+    device is written there at once.
+    """
+
+    def pieces_of(piece: Piece, at: Sequence[Place]) -> list[torch.Tensor]:
+        return [cut_of(arrays[name][i], shapes[piece.part], piece.cut) for name, i in at]
+
+    def fetch(bucket: Sequence[Piece]) -> Iterator[torch.Tensor]:
+        return iter(copies.fetch([x for piece in bucket for x in pieces_of(piece, places[piece.part].fetched)]))
+
+    if not buckets:
+        return
+    try:
+        coming, leaving = fetch(buckets[0]), []
+        for i, bucket in enumerate(buckets):
+            copies.arrived()
+            copies.left()
+            here, leaving = coming, []  # what left needs its memory no more
+            coming = fetch(buckets[i + 1]) if i + 1 < len(buckets) else iter(())
+            for piece in bucket:
+                at = places[piece.part]
+                tensors = [next(here) for _ in at.fetched] + pieces_of(piece, at.given)
+                results = update(piece, tensors)
+                del tensors
+                for into, x, on_host in zip(pieces_of(piece, at.outs), results, at.stored, strict=True):
+                    if on_host:
+                        leaving.append((into, x))
+                    else:
+                        into.copy_(x)
+                del results
+            copies.store(leaving)
+    finally:
+        copies.landed()

@@ -1,0 +1,79 @@
+"""Memories: whether a step fetches what is in host memory before it computes with it, and stores what belongs there.
+
+On a CPU both memories are one, so nothing else would see it there; on CUDA such a step fails, or computes on the host.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fmegatron.collectives import kinds, table
+from fmegatron.layout import Layout
+from fmegatron.step.checker.context import Finding
+from fmegatron.step.graph.nodes import is_layer, is_view, node_of
+from fmegatron.step.torch_private import opname
+
+__all__ = ["mixed"]
+
+_ALIASES = frozenset({"detach", "alias", "clone"})
+_FETCH = "fetch it first, and store what is new: step.offload.fetched(state, after) and stored(new, state)"
+
+
+def mixed(
+    graph: torch.fx.Graph, given: Sequence[Layout | None], wanted: Sequence[Any], paths: Sequence[str]
+) -> list[Finding]:
+    """What is wrong with the memories of a graph.
+
+    given: layouts of its inputs; None: of no known memory, which fits each. wanted: layouts of its outputs, or what
+    else is asked of them. paths: of the outputs.
+    """
+    inputs, found = iter(given), []
+    memory: dict[torch.fx.Node, str | None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            layout = next(inputs)
+            memory[node] = None if layout is None else layout.memory
+        elif node.op == "output":
+            for source, layout, path in zip(node.args[0], wanted, paths, strict=True):
+                if isinstance(layout, Layout) and memory[source] not in (None, layout.memory):
+                    what = f"the output {path} is in {memory[source]} memory, its layout says {layout.memory}"
+                    found.append(Finding(_line(source), _op(source), "", what, _FETCH))
+        else:
+            memory[node] = _of(node, memory, found)
+    return found
+
+
+def _of(node: torch.fx.Node, memory: dict[torch.fx.Node, str | None], found: list[Finding]) -> str | None:
+    """The memory of a value; None: not known, or as wanted. Notes what is wrong with its arguments."""
+    name = opname(node.target)
+    if name in ("to_host", "from_host"):
+        return "host" if name == "to_host" else "device"
+    if name == "barrier":  # it only waits for its second argument
+        return memory[node_of(node.args[0])]
+    arguments = {memory[x] for x in node.all_input_nodes}
+    if "host" not in arguments:
+        return "device" if "device" in arguments else None
+    collective = kinds.collective_of(node.target)
+    states = collective is table.DECLARE
+    if "device" in arguments or is_layer(node) or (collective is not None and not states):
+        with_what = "beside values of the device" if "device" in arguments else "on the device"
+        what = f"a value in host memory is used {with_what}"
+        found.append(Finding(_line(node), _op(node), "", what, _FETCH))
+        return None
+    moves = states or is_view(node) or name in _ALIASES or node.target is operator.getitem
+    if not moves:
+        found.append(Finding(_line(node), _op(node), "", "the host computes with a value in its memory", _FETCH))
+        return None
+    return "host"
+
+
+def _line(node: torch.fx.Node) -> str:
+    return node.meta.get("at", "?")
+
+
+def _op(node: torch.fx.Node) -> str:
+    return opname(node.target) or str(node.target)
