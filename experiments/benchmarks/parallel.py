@@ -35,8 +35,8 @@ from fmegatron.testing.measure import paired_seconds, report
 from fmegatron.testing.ranks import RankPool
 
 LR = 3e-4
-ENDS = step.Overlap(depth=0, late_reductions=False)  # fewest messages, no order of its own
-AHEAD = step.Overlap(separate_groups=True)
+ENDS = step.Overlap(depth=0, late_reductions=False, bucket_bytes=1 << 22)  # fewest messages, no order of its own
+AHEAD = step.Overlap(bucket_bytes=1 << 22, separate_groups=True, peak=None)  # as much as there is, without a limit
 
 
 class Ours(NamedTuple):
@@ -49,7 +49,7 @@ class Ours(NamedTuple):
     strategy: DataParallel
     save: str = "mincut"
     optimizer: str = "adamw"
-    overlap: step.Overlap = ENDS
+    overlap: step.Overlap | bool = ENDS
 
 
 ZERO3 = DataParallel.zero3("fsdp")
@@ -65,6 +65,18 @@ OURS = {
     "plain_mincut": Ours("fsdp", ZERO3),
     "plain_inputs": Ours("fsdp", ZERO3, save="inputs"),
 }
+# What `jit` does by default, and the order of the graph.
+OURS |= {
+    f"{how}_{name}": Ours(axis, strategy, save, overlap=overlap)
+    for how, overlap in (("default", True), ("order", False))
+    for name, axis, strategy, save in (
+        ("zero3_mincut", "fsdp", ZERO3, "mincut"),
+        ("zero3_inputs", "fsdp", ZERO3, "inputs"),
+        ("replicated", "dp", DataParallel.replicated("dp"), "mincut"),
+        ("zero1", "dp", DataParallel.zero1("dp"), "mincut"),
+        ("tensor", "tp", DataParallel.replicated("dp"), "mincut"),
+    )
+}
 PEERS = {"fsdp2": fsdp2_step, "ddp": ddp_step, "parallelize_module": tp_step}
 # (ours, the other, bar of time, bar of peak)
 RACES = [
@@ -76,6 +88,8 @@ RACES = [
     ("zero3_muon", "zero3_mincut", 1.3, None),
     ("overlap_mincut", "plain_mincut", None, 1.05),
     ("overlap_inputs", "plain_inputs", None, 1.05),
+    *((f"default_{name}", f"order_{name}", 1.03, 1.05) for name in ("zero3_mincut", "zero3_inputs", "replicated")),
+    *((f"default_{name}", f"order_{name}", 1.03, 1.05) for name in ("zero1", "tensor")),
 ]
 STEPS = 3  # whose losses are compared before anything is timed
 PEAKS = 5  # measurements of a peak
@@ -207,10 +221,10 @@ def counts(ours: str, counted: dict, flags, where) -> None:
            note=f"{counted['sent'] / 2**20:.2f} MiB")  # fmt: skip
     layers = flags.sizes.setup()[0].layers
     wanted = {}
-    if OURS[ours].axis == "fsdp" and not exchanged:
+    if OURS[ours].axis == "fsdp" and not exchanged and OURS[ours].overlap is not True:
         # psum: the counts, which come before the backward; the totals, in fp64; the squares of the norm.
         wanted = {"all_gather": 2 * layers + 1, "reduce_scatter": layers + 1, "psum": 3}
-    if OURS[ours].overlap.depth:
+    if OURS[ours].overlap == AHEAD:
         report(f"{ours}_gathers_ahead", [counted["ahead"]], unit="calls", bar=f">= {2 * layers - 1}", where=where)
     for op, n in counted["calls"].items():
         limit = f"<= {wanted[op]}" if op in wanted else None

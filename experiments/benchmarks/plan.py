@@ -45,7 +45,7 @@ SHAPES = {
 }
 HELD_OUT = ("wide", "long")
 ROWS = {"base": 8, "deep": 8, "wide": 16, "long": 4}
-AHEAD = step.Overlap(separate_groups=True)
+AHEAD = step.Overlap(bucket_bytes=1 << 22, separate_groups=True, peak=None)
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ class Case(NamedTuple):
     save: str = "mincut"
     microbatches: int = 1
     bf16: bool = False
-    overlap: step.Overlap | None = None
+    overlap: step.Overlap | bool = True
 
 
 ONE, DP2, FSDP2, TP2 = Mesh(), Mesh(dp=2), Mesh(fsdp=2), Mesh(tp=2)

@@ -91,18 +91,20 @@ class Experiment:
             held_out = {} if self.evaluate is None else self.evaluate(config)
             faults = options.faults
             skips = faults.nonfinite == "skip" or (faults.spike.factor and faults.spike.then == "skip")
+            how = {"backend": options.backend, "overlap": options.overlap}
             donated = () if skips else 0  # what is skipped needs the state of before
             run = Run(
                 options.folder,
-                step.jit(described.function, donate=donated, world=world, backend=options.backend),
+                step.jit(described.function, donate=donated, world=world, **how),
                 described,
                 world=world,
                 settings=Settings(config, kept=kept),
                 init=None if self.init is None else functools.partial(self.init, config, described, world),
-                evaluate=_evaluations(held_out, described, world, options.backend),
+                evaluate=_evaluations(held_out, described, world, how),
                 policies=self.policies,
             )
-        run.planned_bytes = planned_bytes(described, world, options.memory, functools.partial(self._on_mesh, config))
+        on_mesh = functools.partial(self._on_mesh, config)
+        run.planned_bytes = planned_bytes(described, world, options.memory, on_mesh, options.overlap)
         return run, source
 
     def _described(self, config: Config) -> step.Description:
@@ -140,9 +142,12 @@ def _connected(mesh: Mesh) -> World:
 
 
 def _evaluations(
-    held_out: Mapping[str, data.EvaluationBatches], described: step.Description, world: World, backend: str
+    held_out: Mapping[str, data.EvaluationBatches], described: step.Description, world: World, how: Mapping[str, Any]
 ) -> dict[str, Callable]:
-    """{name: state -> metrics}, by the one function of the Description, compiled and checked as the step is."""
+    """{name: state -> metrics}, by the one function of the Description, compiled and checked as the step is.
+
+    how: further arguments of `step.jit`.
+    """
     if not held_out:
         return {}
     if described.evaluate is None:
@@ -150,7 +155,7 @@ def _evaluations(
             f"Experiment: evaluate: got {', '.join(held_out)}, and a Description without `evaluate`, wanted one: "
             "(state, batch) -> {name: 0-d tensor}, over symbolic axes"
         )
-    metrics_of = step.jit(described.evaluate, world=world, backend=backend)
+    metrics_of = step.jit(described.evaluate, world=world, **how)
 
     def of(batches: data.EvaluationBatches) -> Callable:
         rows = own_rows(batches, described, world)

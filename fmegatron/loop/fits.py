@@ -32,12 +32,16 @@ _CGROUPS, _OWN_GROUPS = "/sys/fs/cgroup", "/proc/self/cgroup"
 
 
 def planned_bytes(
-    described: Description, world: World, options: Memory, describe: Callable[[Mesh], Description]
+    described: Description,
+    world: World,
+    options: Memory,
+    describe: Callable[[Mesh], Description],
+    overlap: bool = True,
 ) -> float | None:
     """The bytes that the step is planned to take on a rank, None where that was not asked for. All ranks call it.
 
-    describe: the same step on another mesh. Raises UsageError where it cannot fit: with the three largest parts, and a
-    mesh that would.
+    describe: the same step on another mesh. overlap: as `step.jit` is given it. Raises UsageError where it cannot fit:
+    with the three largest parts, and a mesh that would.
     """
     if options.plan == "off":
         return options.planned_bytes
@@ -53,11 +57,12 @@ def planned_bytes(
         parts = [*state, ("beside them", options.planned_bytes - peak)]
         peak, how = options.planned_bytes, "as planned before"
     elif peak <= limit:
-        peak, parts, how = _planned(described, options.plan, limit, state, world.device.type != "cuda")
+        together = world.device.type != "cuda"
+        peak, parts, how = _planned(described, options.plan, limit, state, overlap, together)
     if peak <= limit:
         return peak
     mesh = described_mesh(described)
-    fix = "give that of this step" if options.planned_bytes else _another(describe, mesh, limit)
+    fix = "give that of this step" if options.planned_bytes else _another(describe, mesh, limit, overlap)
     where = f"on each rank of {mesh}" if mesh.size > 1 else "on one rank"
     largest = "; ".join(
         f"{from_trace.in_mib(size)} {name}" for name, size in sorted(parts, key=lambda part: -part[1])[:3]
@@ -148,12 +153,17 @@ def _state_parts(described: Description, memories: tuple[str, ...]) -> list[tupl
 
 
 def _planned(
-    described: Description, how: str, limit: float, state: list[tuple[str, float]], together: bool
+    described: Description,
+    how: str,
+    limit: float,
+    state: list[tuple[str, float]],
+    overlap: bool,
+    together: bool,
 ) -> tuple[float, list[tuple[str, float]], str]:
     """(peak, its parts, how it was found). together: whether host and device are one memory."""
     if how != "exact":
         try:
-            by_formula = plan.quick(described)
+            by_formula = plan.quick(described, overlap=overlap)
         except ValueError:  # no State
             by_formula = None
         known = by_formula is not None and not by_formula.unknown_memory
@@ -161,7 +171,8 @@ def _planned(
         if peak <= limit * (NEAR if known else NEAR / 2):
             return peak, state, "by formulas"
     try:
-        counted = plan.exact(described.function, described.state, described.batch, described_mesh(described))
+        parts = described.function, described.state, described.batch
+        counted = plan.exact(*parts, described_mesh(described), overlap=overlap)
     except (ValueError, RuntimeError) as error:
         warnings.warn(f"memory: the step is not planned: {error}; it is not known to fit", RuntimeWarning, stacklevel=3)
         return sum(size for _, size in state), state, "its state alone"
@@ -176,11 +187,12 @@ def _planned(
     )
 
 
-def _another(describe: Callable[[Mesh], Description], mesh: Mesh, limit: float) -> str:
+def _another(describe: Callable[[Mesh], Description], mesh: Mesh, limit: float, overlap: bool) -> str:
     """In words, a mesh that would fit, by formulas."""
     ranks = mesh.size
     while ranks <= max(_MOST_RANKS, mesh.size):
-        found = plan.search(describe, (x for x in plan.meshes_of(ranks) if x != mesh), round(limit))
+        meshes = (x for x in plan.meshes_of(ranks) if x != mesh)
+        found = plan.search(describe, meshes, round(limit), overlap=overlap)
         if found.found:
             one = found.found[0].mesh
             more = "" if ranks == mesh.size else f" of {ranks} ranks with as much memory each"

@@ -16,11 +16,12 @@ from typing import Any, TextIO
 from fmegatron.layout import Mesh
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import parse
+from fmegatron.loop.options import options_of
 from fmegatron.plan import deep, exact, meshes_of, quick, search
 from fmegatron.plan.from_formulas import Quick
 from fmegatron.plan.from_trace import Exact, in_mib
 from fmegatron.plan.rates import measured_rates, measured_write
-from fmegatron.step import Description, Overlap, description
+from fmegatron.step import Description, description
 from fmegatron.step.timelines import planned
 
 Loaded = tuple[type, Callable[[Any], Description]]  # (Config, describe) of the experiment
@@ -58,7 +59,7 @@ def _planned(
 ) -> int:
     config = _config(experiment, options, flags, options.mesh)
     described = description.require_description(experiment[1](config), options.experiment)
-    overlap = _overlap(options)
+    overlap = _overlap(config)
     try:
         by_formula = quick(described, overlap=overlap)
     except ValueError as error:
@@ -105,7 +106,7 @@ def _counted(
     experiment: Loaded,
     config: Any,
     described: Description,
-    overlap: Overlap | None,
+    overlap: bool,
     options: argparse.Namespace,
     out: TextIO,
 ) -> Exact:
@@ -148,13 +149,15 @@ def _searched(
         return description.require_description(experiment[1](dataclasses.replace(base, mesh=mesh)), options.experiment)
 
     meshes = meshes_of(options.search, options.axes.split(","))
-    found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(options))
+    found = search(describe, meshes, round(options.memory * 2**30), rates=rates, overlap=_overlap(base))
     print(found, file=out)
     return 0 if found.found else 3 if found.undecided else 1
 
 
-def _overlap(options: argparse.Namespace) -> Overlap | None:
-    return None if options.overlap is None else Overlap(depth=options.overlap)
+def _overlap(config: Any) -> bool:
+    """Whether the experiment's step overlaps: as its `run.overlap` says, else as by default."""
+    options = options_of(config)
+    return options is None or options.overlap
 
 
 def parser() -> argparse.ArgumentParser:
@@ -173,7 +176,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="formulas alone, in milliseconds")
     p.add_argument("--memory", type=float, metavar="GIB", help="of a device: does it fit?")
     p.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each rank: does it fit?")
-    p.add_argument("--overlap", type=int, metavar="DEPTH", help="as step.jit(..., overlap=Overlap(depth=DEPTH))")
     p.add_argument("--all-layers", action="store_true", help=f"count every layer of models of {_DEEP} or more, too")
     p.add_argument("--timeline", action="store_true", help="print what is computed and sent when, as planned")
     p.add_argument("--measure", action="store_true", help="measure this machine's rates instead of assuming an H100's")

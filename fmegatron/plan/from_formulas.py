@@ -116,7 +116,7 @@ class Quick:
         return "\n".join(lines + [f"  not counted: {what}" for what in self.unknown])
 
 
-def quick(described: Description, *, overlap: Overlap | None = None) -> Quick:
+def quick(described: Description, *, overlap: Overlap | bool = True) -> Quick:
     """`Quick` of a step, from what `describe(config)` gives; nothing is traced.
 
     Args:
@@ -187,8 +187,12 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
         return moments, (_NO_DECODER,)
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
     stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0), int(sum(in_blocks) * (1 + _terms(setting))))
-    found, unknown = _of_microbatch(setting, sum(in_blocks))
+    found, travelling, unknown = _of_microbatch(setting, sum(in_blocks))
     found["gradients stacked"] = stacked
+    if setting.overlap is not None:
+        limit = None if setting.overlap.peak is None else int(setting.overlap.peak * max(found.values()))
+        for name, more in travelling.items():
+            found[name] += more if limit is None else max(0, min(more, limit - found[name]))
     if late < grads:  # they meet the shards that the optimizer has: what is sent, and what arrives
         found["gradients reduced"] = 2 * grads
     return {**{name: value + waiting for name, value in found.items()}, **moments}, unknown
@@ -208,8 +212,11 @@ def _terms(setting: Setting) -> float:
     return max((ways * wire.reduce.itemsize / 4 for wire in wires if wire.exact and wire.reduce is not None), default=0)
 
 
-def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The moments of forward and backward. grads: bytes of the blocks' gradients as parameters lie."""
+def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], dict[str, int], tuple[str, ...]]:
+    """(moments of forward and backward, what is on its way there besides where overlap has no limit, what is unknown).
+
+    grads: bytes of the blocks' gradients as parameters lie.
+    """
     decoder, mesh = setting.decoder, setting.mesh
     assert decoder is not None, "who asks has looked"
     tp, T, number = mesh["tp"], setting.rows * setting.length, decoder.compute_dtype.itemsize
@@ -226,26 +233,24 @@ def _of_microbatch(setting: Setting, grads: int) -> tuple[dict[str, int], tuple[
     x, V = T * decoder.dim * number, decoder.padded_vocab // tp
     logits, head = T // decoder.loss_chunks * V * number, V * decoder.dim * number
     overlap = setting.overlap
-    ordered = overlap is not None and overlap.reorders
-    ahead = 2 * layer if overlap is not None and overlap.depth and gathers else 0
-    sent = 2 * layer if overlap is not None and overlap.late_reductions and gathers else 0  # and what arrives
-    weights = layer + ahead if gathers else layer if cast else 0
+    ordered = overlap is not None and overlap.reorders and gathers
+    ahead = 2 * layer if overlap is not None and overlap.depth else 0
+    sent = 2 * layer if overlap is not None and overlap.late_reductions else 0  # and what arrives
+    weights = layer if gathers or cast else 0
     # Inductor, where it may order a graph, makes the head's gradient after the blocks: what it is made of waits.
     waits = (head if ordered else logits + x) + 2 * x
-    of_head = waits + (2 * head if ordered and gathers else 0)  # its weights, and its gradient where it arrives
     if mesh.extent(data_parallel.SEQUENCE_AXES) > 1:
         unknown["what attention holds of other ranks' keys over cp"] = None
     unknown |= dict.fromkeys(_without_formula(decoder))
-    return {
+    first, last = "first block of the backward", "last block of the backward"
+    moments = {
         "turn of the forward": kept + 2 * x + 2 * logits + (head if gathers or cast else 0),
-        "first block of the backward": kept + works + weights + of_head,
-        "last block of the backward": least
-        + waits
-        + grads * (decoder.layers - 1) // decoder.layers
-        + works
-        + weights
-        + sent,
-    }, tuple(unknown)
+        first: kept + works + weights + waits,
+        last: least + waits + grads * (decoder.layers - 1) // decoder.layers + works + weights,
+    }
+    # At the first, the head's weights too, and its gradient where it arrives.
+    travelling = {first: ahead + 2 * head, last: ahead + sent} if ordered else {}
+    return moments, travelling, tuple(unknown)
 
 
 def _without_formula(decoder: model.Decoder) -> Iterator[str]:

@@ -24,6 +24,7 @@ from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
 from fmegatron.step import Description, Overlap, buckets, jitted, passes
 from fmegatron.step.graph import nodes
+from fmegatron.step.overlap import schedule
 from fmegatron.step.streamed import Streamed
 from fmegatron.step.timelines import events, planned
 from fmegatron.tree import checks, labels, structure
@@ -117,7 +118,7 @@ def exact(
     mesh: Mesh,
     *,
     rank: int = 0,
-    overlap: Overlap | None = None,
+    overlap: Overlap | bool = True,
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
     host_bytes: int = passes.Target.host_bytes,
@@ -153,7 +154,7 @@ def deep(
     *,
     few: Sequence[int] | None = None,
     rank: int = 0,
-    overlap: Overlap | None = None,
+    overlap: Overlap | bool = True,
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
     host_bytes: int = passes.Target.host_bytes,
@@ -275,7 +276,8 @@ def _exact(
         checks.require_mesh(given, world.mesh, f"plan: the {which}", "the mesh of the plan")
     with FakeTensorMode():
         arguments = tuple(tree.map(lambda layout: _local(layout, world.rank), given) for given in layouts)
-    target = passes.Target(world, "inductor", tuple(sorted((patches or {}).items())), overlap, host_bytes)
+    how = tuple(sorted((patches or {}).items())), schedule.overlap_of(overlap), host_bytes
+    target = passes.Target(world, "inductor", *how)
     positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
     compiled = jitted.Compiled(step, arguments, positions, target)
     found = _count(compiled.program, known, "step")

@@ -94,7 +94,7 @@ def search(
     memory: int,
     *,
     rates: planned.Rates | None = None,
-    overlap: Overlap | None = None,
+    overlap: Overlap | bool = True,
     margin: float = 0.15,
 ) -> Search:
     """Plan a step on each mesh by formulas and order those that fit by the seconds of a step.

@@ -9,6 +9,7 @@ from typing import Any
 from fmegatron import model, tree
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import Description, Overlap, State
+from fmegatron.step.overlap.schedule import overlap_of
 from fmegatron.tree import spec, structure
 
 __all__ = ["Setting", "setting_of"]
@@ -43,7 +44,7 @@ class Setting:
         return self.state.params
 
 
-def setting_of(described: Description, overlap: Overlap | None = None) -> Setting:
+def setting_of(described: Description, overlap: Overlap | bool = True) -> Setting:
     """The setting of a step.
 
     Args:
@@ -74,7 +75,7 @@ def setting_of(described: Description, overlap: Overlap | None = None) -> Settin
         save=described.save,
         offload=described.offload,
         freed=described.reshard_after_forward,
-        overlap=overlap,
+        overlap=overlap_of(overlap),
     )
 
 

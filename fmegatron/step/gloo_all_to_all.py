@@ -8,6 +8,8 @@ graphs stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -17,7 +19,7 @@ from fmegatron.step.graph.order import add_call
 from fmegatron.step.lower import copy_module
 from fmegatron.step.torch_private import opname
 
-__all__ = ["exchanged"]
+__all__ = ["beside_exchange", "exchanged"]
 
 _FORMS = ("all_gather_into_tensor", "reduce_scatter_tensor")
 _ENDING = "_coalesced"
@@ -42,6 +44,21 @@ def exchanged(graph_module: fx.GraphModule, world: World | None) -> fx.GraphModu
     graph.lint()
     module.recompile()
     return module
+
+
+def beside_exchange(start: fx.Node, world: World | None) -> int:
+    """Bytes that a collective of a lowered graph takes in that form beside what it is given and brings, until the wait
+    for it: the copies of a shard that are sent to all, and what arrives of others before it is added up."""
+    form = None if world is None or world.device.type != "cpu" else _form(start)
+    if form is None:
+        return 0
+    brought = _nbytes(start.meta["val"])
+    return brought if form == _FORMS[0] else _nbytes(x.meta["val"] for x in start.all_input_nodes) - brought
+
+
+def _nbytes(given: torch.Tensor | Iterable[torch.Tensor]) -> int:
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _form(node: fx.Node) -> str | None:

@@ -22,7 +22,7 @@ from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.compile import usable_backend
 from fmegatron.step.donation import Donation, Leaf, require_own_memory
 from fmegatron.step.opaque import Entry, inline_layers
-from fmegatron.step.overlap.schedule import Overlap
+from fmegatron.step.overlap.schedule import Overlap, overlap_of
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.progress import progress
 from fmegatron.step.signature import differences, require_constants, signature_of
@@ -303,7 +303,7 @@ def jit(
     patches: dict | None = None,
     check: bool = True,
     allow: Mapping[str, str] | None = None,
-    overlap: Overlap | None = None,
+    overlap: Overlap | bool = True,
     host_bytes: int = 1 << 29,
     **others: object,
 ) -> Jitted:
@@ -334,7 +334,8 @@ def jit(
             which line, and how to go on. On several ranks, arguments whose layouts are not known are refused where the
             function donates; where it communicates, rank 0 warns that it is not checked. False: no check.
         allow: "file.py:line" -> the reason why the findings, or what is unproven, at this line are none.
-        overlap: how communication is merged and ordered so that it runs beside computation; None: as the step has it.
+        overlap: how communication is ordered so that it runs beside computation, within a limit of memory (`Overlap`);
+            True: `Overlap()`. False: the order of the graph. Without ranks there is nothing to order.
         host_bytes: of state in host memory (`state_specs(..., memory="host")`) that travels to the device together; up
             to three times so many bytes are there at a time. A piece of a leaf has one element or more.
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
@@ -351,14 +352,12 @@ def jit(
         fix = _OF_OTHERS.get(name, "arguments of the function go to what jit returns")
         own = ", ".join([*signature(jit).parameters][1:-1])
         raise ValueError(f"jit: got {name}={value!r}, wanted arguments of its own: {own}; {fix}")
-    if overlap is not None and not isinstance(overlap, Overlap):
-        raise ValueError(f"jit: got overlap={overlap!r}, wanted None or a setting such as Overlap(depth=1)")
     positions = () if donate is None else tuple(donate) if isinstance(donate, (list, tuple)) else (donate,)
     if any(isinstance(at, bool) or not isinstance(at, int) for at in positions):
         raise ValueError(f"jit: got donate={donate!r}, wanted the position of an argument, such as 0, or several")
     if isinstance(host_bytes, bool) or not isinstance(host_bytes, int) or host_bytes < 1:
         raise ValueError(f"jit: got host_bytes={host_bytes!r}, wanted a number of bytes, such as 1 << 29")
-    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap, host_bytes)
+    target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap_of(overlap), host_bytes)
     if not isinstance(check, bool):
         raise ValueError(
             f"jit: check: got {structure.in_words(check)}, wanted True or False; layouts are those of the arrays: "

@@ -91,7 +91,7 @@ class Entry:
             hides = any(
                 kinds.collective_of(node.target) in (table.ALL_TO_ALL_ROWS, table.PPERMUTE) for node in graph.nodes
             )
-            target = replace(target, overlap=Overlap(0, bucket_bytes=0, join_ends=False) if hides else None)
+            target = replace(target, overlap=Overlap(0, join_ends=False, peak=None) if hides else None)
         world = target.world
         # What is compiled for ranks is kept by their World and ends with it.
         known = self.alone if world is None else world.compiled.setdefault(self, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,10 +13,10 @@ from torch import fx
 from fmegatron.collectives import World
 from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.gloo_all_to_all import exchanged
-from fmegatron.step.graph.nodes import RUNS, entry_of, opaque_entries
+from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, opaque_entries
 from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap.gathers import units
-from fmegatron.step.overlap.schedule import KEEP_WAITS, Overlap, overlapped
+from fmegatron.step.overlap.schedule import KEEP_WAITS, Overlap, hides, overlapped, planned_peak
 from fmegatron.step.streamed import How, streamed
 from fmegatron.step.write_back import write_back, writes_last
 
@@ -79,11 +80,19 @@ class Program:
     def settings(self) -> dict[str, Any]:
         """Inductor's settings for this graph: those of the target, and such under which the graph's order is kept."""
         overlap, order = self.target.overlap, {}
-        if overlap is not None and overlap.reorders:
+        if overlap is not None and overlap.reorders and hides(self.stages["overlap"].graph.nodes):
             order = overlap.options
         elif units(self.stages["lower"].graph):
             order = KEEP_WAITS
         return {**dict(self.target.patches), **order}
+
+    @functools.cached_property
+    def beside(self) -> int:
+        """Bytes that a call takes beside its arguments and results, as planned from the order of the graph."""
+        graph = self.stages["overlap"].graph
+        results = {n: None for n in items_of(graph.output_node().args[0]) if isinstance(n, fx.Node)}
+        made = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in results)
+        return max(0, planned_peak(graph, self.target.world) - made)
 
     def compile(self, tell: Callable[[str], None] = lambda text: None) -> Callable:
         """Compile the layers inside, then the graph around them -> callable(*tensors) -> list of tensors.

@@ -15,6 +15,7 @@ from fmegatron import checkpoint, data, loop
 from fmegatron.loop.events import read_events
 from fmegatron.loop.flags import parse
 from fmegatron.loop.sources import fields_of
+from fmegatron.step.jitted import Jitted
 from tests.experiments.given import flags as flags_of
 from tests.experiments.test_shakespeare import SMALL
 from tests.house import ROOT
@@ -164,6 +165,17 @@ def test_on_two_ranks(tmp_path, ranks):
     assert (tmp_path / "ranks.jsonl").read_text().count("\n") >= 3
 
 
+ORDER = "--run.overlap=false"
+
+
+def test_the_order_of_the_graph(tmp_path):
+    """Of the step and of evaluations; by default their collectives overlap."""
+    for text, overlaps in (("", True), (ORDER, False)):
+        config = parse(command(tmp_path, text), shakespeare.Config)
+        run, _ = shakespeare.experiment.prepare(config)
+        assert isinstance(run.step, Jitted) and (run.step.target.overlap is not None) == overlaps
+
+
 def test_a_step_that_cannot_fit_ends_before_anything_is_written(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         launched(tmp_path / "run", "--run.memory.limit_bytes=20000")
@@ -175,6 +187,7 @@ def test_a_step_that_cannot_fit_ends_before_anything_is_written(tmp_path, capsys
 
 def test_no_option_is_left_out():
     """Of all flags of a run each is in a test of this file, or named as one of another's."""
-    text = "".join([SEEN, ALONE, LAST, TWO, *(flags for flags, _, _ in UNTIL), "run.memory.plan run.faults.patience"])
+    until = (flags for flags, _, _ in UNTIL)
+    text = "".join([SEEN, ALONE, LAST, TWO, ORDER, *until, "run.memory.plan run.faults.patience"])
     names = [one.name for one in fields_of(shakespeare.Config()) if one.name.startswith("run.")]
     assert [name for name in names if not re.search(rf"{re.escape(name)}\b", text)] == []

@@ -2,14 +2,14 @@
 
 from torch import fx
 
-from fmegatron.step.graph.memory import most_alive
+from fmegatron.step.graph.memory import Memory
 from fmegatron.step.overlap.gathers import units
 
 
 def gathered_bytes(graph: fx.Graph) -> int:
     """The most bytes of gathered weights that are alive at one time: buffers of gathers from their start on, and the
     arrays that are laid out from them, until the last node that reads them."""
-    return most_alive(list(graph.nodes), {n for unit in units(graph) for n in unit.after})[0]
+    return max(Memory(graph, {n for unit in units(graph) for n in unit.after}).alive(graph.nodes), default=0)
 
 
 def largest_unit_bytes(graph: fx.Graph) -> int:

@@ -76,7 +76,7 @@ def layer_bytes(mesh):
 def run_on():
     """Function -> (step that has run once, its state, a batch): of rank 0 of a mesh."""
 
-    def make(strategy, mesh, microbatches=1, backend="eager", overlap=None):
+    def make(strategy, mesh, microbatches=1, backend="eager", overlap=False):
         world = worlds.enter_context(tiny.fake_ranks(mesh))
         specs, axes = model.specs(CONFIG, mesh, strategy=strategy), Axes(mesh)
         layouts = tree.layouts(specs)
@@ -120,13 +120,16 @@ def test_peak_when_compiled(name, run_on):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("overlap", [None, Overlap(depth=1)], ids=["in order", "depth 1"])
+@pytest.mark.parametrize(
+    "overlap", [False, True, Overlap(peak=None)], ids=["in order", "by default", "without a limit"]
+)
 def test_weights_of_two_layers_at_most(overlap, run_on):
     """ZeRO-3: beside the shards two layers are whole at a time; that the next one is on its way costs no third."""
     mesh = MESHES[0]
     run, state, batch = run_on(STRATEGIES["zero3"], mesh, overlap=overlap)
     assert 0 < gathered_bytes(run.graph("overlap")) <= 2 * layer_bytes(mesh)
-    late = 2 * layer_bytes(mesh) if overlap else 0  # weights that come early, gradients that wait a layer longer
+    # Without a limit weights come early, gradients wait a layer longer.
+    late = 0 if isinstance(overlap, bool) else 2 * layer_bytes(mesh)
     assert peak(run, state, batch) <= limit(STRATEGIES["zero3"], mesh, 1) + late
 
 

@@ -149,7 +149,7 @@ def test_on_real_ranks(ranks):
     made = described(mesh, WAYS[1])
     sim = testing.simulate(made.function, mesh, state, batch, layouts=(made.state, made.batch))
     sim = sim.again(testing.Ranks(of_rank[0] for of_rank in sim.outputs), batch)
-    settings = (None, step.Overlap(), step.Overlap(depth=2, keep_last=True))
+    settings = (False, True, step.Overlap(peak=None), step.Overlap(depth=2, keep_last=True))
     for same, *numbers in ranks.run(on_ranks, settings, ranks=2):
         assert same and numbers == [sim.metrics["loss"], sim.metrics["grad_norm"]]
 

@@ -7,15 +7,15 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap, jit, timeline
+from fmegatron.step import jit, timeline
 from fmegatron.step.overlap.schedule import overlapped
 from fmegatron.step.timelines.events import Event, Timeline
 from fmegatron.step.timelines.planned import PaperWorld, Rates, planned
 from tests.fresh_state import fresh_state
 from tests.step import tiny
-from tests.step.overlap.decoder import FSDP, LAYERS, config, lowered, train_step
+from tests.step.overlap.decoder import FSDP, LAYERS, config, free, lowered, train_step
 
-PLAIN = Overlap(depth=0, late_reductions=False, join_ends=False)
+PLAIN = free(depth=0, late_reductions=False, join_ends=False)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def plan():
 
 def test_units(plan):
     """Forward 1, backward 2, a collective 1: without overlap all of them one after another; with it they hide."""
-    without, with_overlap = plan(PLAIN), plan(Overlap())
+    without, with_overlap = plan(PLAIN), plan(free())
     assert without.busy("compute") == with_overlap.busy("compute") == 3 * LAYERS
     gathers, scatters = 2 * LAYERS + 2, LAYERS + 2
     assert without.busy("gather fsdp") == gathers and without.busy("reduce fsdp") == scatters + 1
@@ -44,7 +44,7 @@ def test_nothing_waits_that_could_be_hidden():
     follows it at once."""
     of = config(LAYERS, dim=64, heads=4, kv_heads=2, ffn_dim=176, max_seq=64, vocab_size=512)
     step, rates = lowered(of), Rates(flops=1e9, memory=1e9, network=1e9, latency=1e-6)
-    joined, apart = (planned(overlapped(step, Overlap(join_ends=join)).graph, rates) for join in (True, False))
+    joined, apart = (planned(overlapped(step, free(join_ends=join)).graph, rates) for join in (True, False))
     assert [e.name for e in joined.events if e.waits] == ["G0", f"R{LAYERS}", "A0"]
     at = {e.name: e for e in joined.events if not e.waits}
     assert at["F0"].start <= at["G1"].start < at["G1"].end < at["F0"].end
@@ -53,18 +53,18 @@ def test_nothing_waits_that_could_be_hidden():
 
 
 def test_groups_of_their_own_work_side_by_side(plan):
-    at = {e.name: e.start for e in plan(Overlap(separate_groups=True)).events}
-    queued = {e.name: e.start for e in plan(Overlap()).events}
+    at = {e.name: e.start for e in plan(free(separate_groups=True)).events}
+    queued = {e.name: e.start for e in plan(free()).events}
     assert at["R0"] < queued["R0"]
 
 
 def test_rates_give_seconds(plan):
     rates = Rates(flops=1e9, memory=1e9, network=1e6, latency=0.5)
-    estimated = plan(Overlap(), rates)
+    estimated = plan(free(), rates)
     assert estimated.unit == "s"
     first = next(e for e in estimated.events if e.name == "G1")
     assert first.duration == pytest.approx(0.5 + 15_360 / 1e6)
-    assert estimated.duration > plan(Overlap(), Rates(flops=1e9, memory=1e9, network=1e9, latency=0.5)).duration
+    assert estimated.duration > plan(free(), Rates(flops=1e9, memory=1e9, network=1e9, latency=0.5)).duration
 
 
 def test_picture():
@@ -92,7 +92,7 @@ def test_names_of_lanes_are_not_cut():
 
 
 def test_chrome_trace(plan, tmp_path):
-    made = plan(Overlap())
+    made = plan(free())
     trace = json.loads(made.chrome_trace(tmp_path / "step.json").read_text())["traceEvents"]
     lanes = {e["tid"]: e["args"]["name"] for e in trace if e["ph"] == "M"}
     events = [e for e in trace if e["ph"] == "X"]
@@ -125,4 +125,4 @@ def test_a_function_that_is_not_compiled_needs_a_mesh():
 def test_more_ranks_than_there_are_processes():
     mesh, of = Mesh(fsdp=8), config(1)
     args = (tiny.decoder_state(of, mesh), tiny.decoder_batch(of, rows=8, mesh=mesh))
-    assert "planned on fsdp8" in str(timeline(train_step(of, mesh), *args, mesh=mesh, overlap=Overlap()))
+    assert "planned on fsdp8" in str(timeline(train_step(of, mesh), *args, mesh=mesh))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 import torch
 from torch import fx
 
-from fmegatron.step.graph.nodes import declared_in, is_light, is_start, is_view, is_wait, written_by
+from fmegatron.step.graph.nodes import declared_in, is_light, is_start, is_view, is_wait, start_of, written_by
 from fmegatron.step.torch_private import opname
 
-__all__ = ["materialized", "memory_of", "memory_written", "most_alive", "peak_bytes"]
+__all__ = ["Memory", "materialized", "memory_of", "memory_written", "peak_bytes"]
 
 _COPIES = frozenset({"clone", "_to_copy"})  # of weights and gradients, into the layout in which they are used
 _REDUCTIONS = frozenset({"sum", "mean", "amax", "copy_"})
@@ -48,13 +48,12 @@ def memory_written(node: fx.Node, memory: dict[fx.Node, Hashable]) -> set[Hashab
     return {memory[n] for n in written_by(node)}
 
 
-def peak_bytes(graph: fx.Graph) -> int:
+def peak_bytes(graph: fx.Graph, beside: Callable[[fx.Node], int] | None = None) -> int:
     """The most bytes that are alive at one time besides the arguments, as far as they are `materialized`.
 
-    A comparison of two orders of one graph, not a bound: what is alive inside of layers and what Inductor keeps against
-    this guess are not in it (10 to 86% too low, 11 steps against the heap, 2026-11-23). `plan.exact` counts both.
+    beside: as `Memory` takes it.
     """
-    return most_alive(list(graph.nodes), materialized(graph))[0]
+    return max(Memory(graph, materialized(graph), beside).alive(graph.nodes), default=0)
 
 
 def materialized(graph: fx.Graph) -> set[fx.Node]:
@@ -79,29 +78,66 @@ def _reads_memory(user: fx.Node) -> bool:
     return user.op == "call_function" and name not in _REDUCTIONS and (is_start(user) or not is_light(user))
 
 
-def most_alive(order: list[fx.Node], counted: Collection[fx.Node] | None = None) -> tuple[int, int]:
-    """(the most bytes that are alive at one time if the nodes of a graph run in this order, at which of them).
+class Memory:
+    """What the nodes of a graph have in memory, for any order of them.
 
-    counted: the nodes whose values count; None: all that compute.
+    What a collective is given is in memory until it is waited for.
+
+    counted: the nodes whose values count; None: all that compute. beside: node -> bytes that it takes beside its
+    arguments and what it makes: a collective until it is waited for, others while they run. None: none.
     """
-    memory = memory_of(order)
-    size = {buffer: value.numel() * value.element_size() for n in order for buffer, value in _made(n, memory)}
-    begin: dict[Hashable, int] = {}
-    end: dict[Hashable, int] = {}
-    for i, node in enumerate(order):
-        for buffer, _ in _made(node, memory):
-            if (counted is None or node in counted) and node.op == "call_function":
-                begin[buffer] = i
-            end[buffer] = i
-        for read in node.all_input_nodes:
-            end[memory[read]] = i
-    change = [0] * (len(order) + 1)
-    for buffer, i in begin.items():
-        change[i] += size[buffer]
-        change[end[buffer] + 1] -= size[buffer]
-    alive = list(itertools.accumulate(change))
-    at = max(range(len(alive)), key=alive.__getitem__)
-    return alive[at], at
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        counted: Collection[fx.Node] | None = None,
+        beside: Callable[[fx.Node], int] | None = None,
+    ):
+        memory = memory_of(graph.nodes)
+        self.made: dict[fx.Node, list[tuple[Hashable, int]]] = {}  # node -> (memory, bytes) that it makes
+        self.read: dict[fx.Node, set[Hashable]] = {}  # node -> the memory that must be there until it has run
+        self.beside: dict[fx.Node, int] = {}
+        self.nbytes: dict[Hashable, int] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and (counted is None or node in counted):
+                self.made[node] = [(buffer, _nbytes(value)) for buffer, value in _made(node, memory)]
+                self.nbytes |= self.made[node]
+            self.read[node] = {memory[x] for x in node.all_input_nodes}
+            if is_wait(node):
+                self.read[node] |= {memory[x] for x in start_of(node).all_input_nodes}
+            if beside is not None and (nbytes := beside(node)):
+                self.beside[node] = nbytes
+
+    def alive(self, order: Iterable[fx.Node]) -> list[int]:
+        """The bytes that are alive when each of the nodes runs, if they run in this order."""
+        nodes = list(order)
+        begin: dict[Hashable, int] = {}
+        end: dict[Hashable, int] = {}
+        landed: dict[fx.Node, int] = {}
+        for i, node in enumerate(nodes):
+            for buffer, _ in self.made.get(node, ()):
+                begin[buffer] = end[buffer] = i
+            end |= dict.fromkeys(self.read[node], i)
+            if is_wait(node):
+                landed[start_of(node)] = i
+        change = [0] * (len(nodes) + 1)
+        for i, node in enumerate(nodes):
+            if node in self.beside:
+                change[i] += self.beside[node]
+                change[landed.get(node, i) + 1] -= self.beside[node]
+        for buffer, i in begin.items():
+            change[i] += self.nbytes[buffer]
+            change[end[buffer] + 1] -= self.nbytes[buffer]
+        return list(itertools.accumulate(change))[:-1]
+
+    def in_flight(self, start: fx.Node) -> int:
+        """Bytes that a collective holds until it is waited for: what it is given, what it brings, what is beside."""
+        made = sum(nbytes for _, nbytes in self.made.get(start, ()))
+        return made + sum(self.nbytes.get(buffer, 0) for buffer in self.read[start]) + self.beside.get(start, 0)
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
 
 
 def _made(node: fx.Node, memory: dict[fx.Node, Hashable]) -> list[tuple[Hashable, torch.Tensor]]:

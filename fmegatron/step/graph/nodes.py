@@ -15,8 +15,8 @@ from fmegatron.step.torch_private import Op, opname, storage_number
 
 __all__ = [
     *("OPAQUE", "RUNS", "entry_of", "int_of", "is_layer", "is_light", "is_start", "is_view", "is_wait", "items_of"),
-    *("kind", "meta_of", "meta_text", "node_of", "opaque_entries", "storage_of", "symbolic_nodes", "user_line"),
-    *("waits_of", "written_by"),
+    *("kind", "meta_of", "meta_text", "node_of", "opaque_entries", "start_of", "storage_of"),
+    *("symbolic_nodes", "user_line", "waits_of", "written_by"),
 ]
 
 RUNS = "runs"  # meta of an opaque node: what it runs
@@ -76,6 +76,12 @@ def kind(node: fx.Node) -> str:
         if name.startswith(prefix):
             return word
     return "exchange"
+
+
+def start_of(wait: fx.Node) -> fx.Node:
+    """The node that starts the collective that a wait is for."""
+    source = node_of(wait.args[0])
+    return source if is_start(source) else node_of(source.args[0])
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from fmegatron.step.graph.memory import memory_of, memory_written
-from fmegatron.step.graph.nodes import is_light, is_start, is_wait
+from fmegatron.step.graph.nodes import is_light, is_start, is_wait, start_of
 
 __all__ = ["add_call", "ancestors", "behind", "layers", "sort_by", "topological"]
 
@@ -21,8 +21,7 @@ def behind(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         writes = memory_written(node, memory)
         before, read = dict.fromkeys(node.all_input_nodes), list(node.all_input_nodes)
         if is_wait(node):  # until then the collective reads its arguments
-            start = node.args[0] if is_start(node.args[0]) else node.args[0].args[0]
-            read += start.all_input_nodes if isinstance(start, fx.Node) else []
+            read += start_of(node).all_input_nodes
         for buffer in {memory[node], *(memory[n] for n in read), *writes}:
             if buffer in writer:
                 before[writer[buffer]] = None

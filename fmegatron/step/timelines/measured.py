@@ -11,7 +11,7 @@ import torch
 from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.step.jitted import Compiled, Jitted
-from fmegatron.step.overlap.schedule import Overlap
+from fmegatron.step.overlap.schedule import Overlap, overlap_of
 from fmegatron.step.passes import Target
 from fmegatron.step.timelines.events import COMPUTE, Event, Timeline
 from fmegatron.step.timelines.planned import PaperWorld, Rates, launched, planned
@@ -29,7 +29,7 @@ def timeline(
     step: Jitted | Callable,
     *args: Any,
     mesh: Mesh | None = None,
-    overlap: Overlap | None = None,
+    overlap: Overlap | bool | None = None,
     rates: Rates | None = None,
     call: int = 0,
 ) -> Timeline:
@@ -39,7 +39,7 @@ def timeline(
     timeline(step, state, batch)          measured: one call of the jit under the profiler (the first compiles it
                                           unmeasured); its result is dropped, and what it donates are copies: the
                                           state is as before, and is in memory twice meanwhile
-    timeline(step, state, batch, mesh=Mesh(fsdp=512), overlap=Overlap())
+    timeline(step, state, batch, mesh=Mesh(fsdp=512))
                                           planned for a mesh on paper: `step` is a function over its symbolic axes (or
                                           a jit of one), its arguments those of one rank; no processes, nothing runs
 
@@ -47,7 +47,7 @@ def timeline(
         step: a jit, or with a mesh any function over symbolic axes.
         *args: the arguments of one call.
         mesh: a mesh on paper.
-        overlap: how collectives are ordered on it; None: as the jit has it.
+        overlap: how collectives are ordered on it, as `jit` is given it; None: as the jit has it, else as by default.
         rates: of the device, to estimate durations in seconds; None: a layer's forward takes 1, its backward 2, a
             collective 1.
         call: which compiled signature is planned.
@@ -56,7 +56,8 @@ def timeline(
     """
     name = getattr(step, "name", None) or getattr(step, "__name__", "step")
     if mesh is not None:
-        fn, setting = (step.fn, overlap or step.target.overlap) if isinstance(step, Jitted) else (step, overlap)
+        fn, of_step = (step.fn, step.target.overlap) if isinstance(step, Jitted) else (step, overlap_of(True))
+        setting = of_step if overlap is None else overlap_of(overlap)
         compiled = Compiled(fn, args, (), Target(PaperWorld(mesh), overlap=setting))
         return planned(compiled.stages["overlap"].graph, rates, f"{name} planned on {mesh}")
     if not isinstance(step, Jitted):

@@ -11,7 +11,17 @@ from torch.utils.flop_counter import flop_registry
 
 from fmegatron.collectives import World
 from fmegatron.layout import Mesh
-from fmegatron.step.graph.nodes import entry_of, is_layer, is_light, is_start, is_view, is_wait, kind, node_of
+from fmegatron.step.graph.nodes import (
+    entry_of,
+    is_layer,
+    is_light,
+    is_start,
+    is_view,
+    is_wait,
+    kind,
+    node_of,
+    start_of,
+)
 from fmegatron.step.timelines.events import COMPUTE, Event, Timeline
 from fmegatron.step.torch_private import Op, opname
 
@@ -121,7 +131,7 @@ def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned")
             word, at = dict(_WORDS)[kind(node)], group.removeprefix("fmegatron:").partition("#")[0]
             events.append(Event(names[node], f"{word} {at}", start, ends[node], detail=node.meta.get("at", "?")))
         elif is_wait(node):
-            source = node.args[0] if node.args[0] in ends else node.args[0].args[0]
+            source = start_of(node)
             if ends.get(source, 0.0) > clock:
                 flush(clock)
                 events.append(Event(names[source], COMPUTE, clock, ends[source], waits=True))

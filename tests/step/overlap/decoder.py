@@ -8,11 +8,12 @@ import torch
 from fmegatron import model, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import build_train_step, state_specs
+from fmegatron.step import Overlap, build_train_step, state_specs
 from fmegatron.step.jitted import Compiled
 from fmegatron.step.passes import Target
 from fmegatron.step.timelines.planned import PaperWorld
 from tests.step import tiny
+from tests.step.own_towers import described
 
 FSDP = Mesh(fsdp=2)
 LAYERS = 3
@@ -25,6 +26,11 @@ POLICIES = {
     "fp8, bf16 wire": Precision.bf16_wire(gather=torch.float8_e4m3fn),
     "sums in bf16": Precision.bf16(reduce=None),
 }
+
+
+def free(**changes) -> Overlap:
+    """All that can be ordered and merged, without a limit of memory."""
+    return Overlap(**{"bucket_bytes": 1 << 22, "peak": None, **changes})
 
 
 def config(layers: int = LAYERS, **changes) -> model.Decoder:
@@ -73,3 +79,11 @@ def _compiled(overlap, of, mesh, strategy, **options):
     world = PaperWorld(mesh)
     step = train_step(of, mesh, strategy=strategy, **options)
     return Compiled(step, args, (0,), Target(world, overlap=overlap))
+
+
+@functools.cache
+def lowered_of_own(mesh: Mesh, strategy: str = "zero3") -> torch.fx.GraphModule:
+    """The lowered step of a module of one's own, eight leaves of 4 MiB, on one rank of a mesh."""
+    made = described(mesh, "whole, a module", strategy, blocks=4, dim=512, width=2048, dtype=torch.float32)
+    args = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype), tree.layouts((made.state, made.batch)))
+    return Compiled(made.function, args, (0,), Target(PaperWorld(mesh))).stages["lower"]

@@ -7,14 +7,14 @@ import torch
 
 from fmegatron.collectives import connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.step import Overlap, collectives_of, jit
+from fmegatron.step import collectives_of, jit
 from fmegatron.step.graph.nodes import is_start, kind
 from fmegatron.step.overlap.schedule import overlapped
 from fmegatron.step.timelines.planned import launches
 from fmegatron.step.traffic import bytes_sent
 from tests.pairs import few
 from tests.step import tiny
-from tests.step.overlap.decoder import FSDP, POLICIES, config, lowered, state, train_step
+from tests.step.overlap.decoder import FSDP, POLICIES, config, free, lowered, state, train_step
 from tests.step.overlap.test_ranks import same_bits
 
 L = 2
@@ -43,7 +43,7 @@ def test_counts(strategy, policy):
     fp32, and one over all that deal rows (totals of the loss, in fp64); HSDP sums over the other axis besides."""
     (strategy, mesh), scaled = STRATEGIES[strategy], policy.startswith("fp8")
     step = lowered(config(L, precision=POLICIES[policy]), mesh, strategy)
-    joined, apart = (overlapped(step, Overlap(join_ends=join)).graph for join in (True, False))
+    joined, apart = (overlapped(step, free(join_ends=join)).graph for join in (True, False))
     scales, reduced = {"max": 1} if scaled else {}, 2 if mesh == FSDP else 1
     assert starts_over(joined, "fsdp") == Counter(gather=2 * L + 1, scatter=L + 1, reduce=reduced, **scales)
     assert starts_over(apart, "fsdp") == Counter(gather=2 * L + 2, scatter=L + 2, reduce=reduced, **scales)
@@ -72,8 +72,8 @@ def compared(rank, name, policies, backend):
     with connect(mesh) as world:
         found = {}
         for policy in policies:
-            seen, now, order = steps(rank, world, mesh, strategy, policy, Overlap(), backend)
-            wanted, without, plain = steps(rank, world, mesh, strategy, policy, None, backend)
+            seen, now, order = steps(rank, world, mesh, strategy, policy, free(), backend)
+            wanted, without, plain = steps(rank, world, mesh, strategy, policy, False, backend)
             less = sum(name[0] in "GR" for name in plain) - sum(name[0] in "GR" for name in order)
             found[policy] = torch.equal(seen, wanted), same_bits(now, without), less
         return found

@@ -5,24 +5,23 @@ import torch
 
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Mesh
-from fmegatron.step import Overlap
 from fmegatron.step.jitted import Compiled
 from fmegatron.step.overlap.gathers import separate_groups
 from fmegatron.step.overlap.schedule import overlapped
 from fmegatron.step.passes import Target
 from fmegatron.step.timelines.planned import PaperWorld, launches
-from tests.step.overlap.decoder import FSDP, lowered
+from tests.step.overlap.decoder import FSDP, free, lowered
 
 MESH = Mesh(dp=2, tp=2)
 AXES = Axes(MESH)
 
 
-def ordered(fn, *args, overlap=Overlap()):  # noqa: B008  a frozen value
+def ordered(fn, *args, overlap=free()):  # noqa: B008  a frozen value
     """The graph of a function of symbolic axes after the passes."""
     return Compiled(fn, args, (), Target(PaperWorld(MESH), "eager", overlap=overlap)).stages["overlap"].graph
 
 
-def reductions(fn, *args, overlap=Overlap()):  # noqa: B008
+def reductions(fn, *args, overlap=free()):  # noqa: B008
     """Number of elements of each all-reduce, in order."""
     return [n.meta["val"].numel() for n in ordered(fn, *args, overlap=overlap).nodes if "all_reduce" in n.name]
 
@@ -41,11 +40,11 @@ def numbers(*sizes, dtype=torch.float32):
     [(1 << 22, [2 + 3 + 4]), (4 * 9, [2 + 3 + 4]), (4 * 8, [2 + 3, 4]), (4 * 3, [2, 3, 4]), (0, [2, 3, 4])],
 )
 def test_up_to_a_number_of_bytes(limit, found):
-    assert sorted(reductions(three, *numbers(2, 3, 4), overlap=Overlap(bucket_bytes=limit))) == sorted(found)
+    assert sorted(reductions(three, *numbers(2, 3, 4), overlap=free(bucket_bytes=limit))) == sorted(found)
 
 
 def test_large_arrays_travel_alone():
-    assert sorted(reductions(three, *numbers(2, 500, 4), overlap=Overlap(bucket_bytes=400))) == [6, 500]
+    assert sorted(reductions(three, *numbers(2, 500, 4), overlap=free(bucket_bytes=400))) == [6, 500]
 
 
 def test_other_dtypes_groups_and_maxima_travel_alone():
@@ -74,7 +73,7 @@ def test_values_and_shapes():
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 def test_gathers_have_groups_of_their_own():
-    graph = overlapped(lowered(), Overlap(separate_groups=True), PaperWorld(FSDP)).graph
+    graph = overlapped(lowered(), free(separate_groups=True), PaperWorld(FSDP)).graph
     starts = [n for n in graph.nodes if getattr(n.target, "namespace", "") == "_c10d_functional"]
     found = {n.args[-1] for n in starts if "wait" not in n.name and "gather" in n.name}
     others = {n.args[-1] for n in starts if "wait" not in n.name and "gather" not in n.name}

@@ -10,22 +10,22 @@ from torch._inductor.utils import run_and_get_code
 from fmegatron import tree
 from fmegatron.collectives import Axes, connect, psum
 from fmegatron.layout import Layout
-from fmegatron.step import Overlap, build_train_step, jit, layers, timeline
+from fmegatron.step import build_train_step, jit, layers, timeline
 from fmegatron.step.timelines.planned import launched, launches
 from fmegatron.testing import split
 from fmegatron.testing.compare_ranks import relative_error
 from tests.fresh_state import fresh_state
 from tests.step import tiny
-from tests.step.overlap.decoder import FSDP, config, train_step
+from tests.step.overlap.decoder import FSDP, config, free, train_step
 
-NONE = Overlap(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False)
+NONE = free(depth=0, late_reductions=False, bucket_bytes=0, join_ends=False)
 SETTINGS = (
     NONE,
-    Overlap(),
-    Overlap(depth=2, keep_last=True),
-    Overlap(depth=1, late_reductions=False, join_ends=False, separate_groups=True),
-    Overlap(depth=0, bucket_bytes=0, separate_groups=True),
-    Overlap(depth=3, ahead_bytes=16_000, keep_last=True, bucket_bytes=256),
+    free(),
+    free(depth=2, keep_last=True),
+    free(depth=1, late_reductions=False, join_ends=False, separate_groups=True),
+    free(depth=0, bucket_bytes=0, separate_groups=True),
+    free(depth=3, ahead_bytes=16_000, keep_last=True, bucket_bytes=256),
 )
 STEPS = 3
 
@@ -75,7 +75,7 @@ def same_bits(a, b) -> bool:
 def compared(rank, settings, backend, **options):
     """For each setting: whether losses, norms and states are equal to those without overlap; the order of its graph."""
     with connect(FSDP) as world:
-        _, wanted, state = some_steps(rank, world, None, backend, **options)
+        _, wanted, state = some_steps(rank, world, False, backend, **options)
         found = []
         for setting in settings:
             step, seen, after = some_steps(rank, world, setting, backend, **options)
@@ -98,7 +98,7 @@ def bytes_that_metrics_keep(rank):
     """(collectives of two sums over ranks, one of a number; bytes of the memory that the number lies in)."""
     with connect(FSDP) as world:
         axis = Axes(FSDP)["fsdp"]
-        step = jit(lambda x: (psum(x.sum(), axis), psum(x, axis)), world=world, backend="eager", overlap=Overlap(),
+        step = jit(lambda x: (psum(x.sum(), axis), psum(x, axis)), world=world, backend="eager", overlap=free(),
                    check=False)  # fmt: skip
         loss, _ = step(torch.ones(1000))
         return launches(step.graph("donate")), loss.item(), loss.untyped_storage().nbytes()
@@ -114,7 +114,7 @@ def with_microbatches(rank, settings):
 
 @pytest.mark.long
 def test_microbatches_give_the_same_bits(ranks):
-    found = ranks.run(with_microbatches, [Overlap(depth=2, separate_groups=True)], ranks=2)
+    found = ranks.run(with_microbatches, [free(depth=2, separate_groups=True)], ranks=2)
     assert [pair[:2] for pair in found[0] + found[1]] == [(True, True)] * 2
 
 
@@ -149,7 +149,7 @@ def generated(rank, overlap, backend, make):
     """(order of the graph, order of the code, whether all is equal to a step of a backend without overlap, to the bit
     if that is compiled, too; timeline of a call)."""
     with connect(FSDP) as world:
-        _, wanted, state = some_steps(rank, world, None, backend, make)
+        _, wanted, state = some_steps(rank, world, False, backend, make)
         (step, seen, after), codes = run_and_get_code(some_steps, rank, world, overlap, "inductor", make)
         if backend == "inductor":
             equal = torch.equal(seen, wanted) and same_bits(after, state)
@@ -164,10 +164,10 @@ def generated(rank, overlap, backend, make):
 @pytest.mark.parametrize(
     ("make", "setting", "backend"),
     [
-        (of_mlp_layers, Overlap(), "eager"),
-        pytest.param(of_the_decoder, Overlap(), "eager", marks=pytest.mark.slow),
-        pytest.param(of_the_decoder, Overlap(), "inductor", marks=pytest.mark.slow),
-        pytest.param(of_the_decoder, Overlap(depth=2, separate_groups=True), "inductor", marks=pytest.mark.slow),
+        (of_mlp_layers, free(), "eager"),
+        pytest.param(of_the_decoder, free(), "eager", marks=pytest.mark.slow),
+        pytest.param(of_the_decoder, free(), "inductor", marks=pytest.mark.slow),
+        pytest.param(of_the_decoder, free(depth=2, separate_groups=True), "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_compiled(ranks, make, setting, backend):

@@ -99,7 +99,7 @@ def on_rank(rank, layer, backend):
     with connect(MESH) as world:
         found = []
         for fn in (ring, routed):
-            for overlap in (None, Overlap(), Overlap(separate_groups=True)):
+            for overlap in (False, True, Overlap(separate_groups=True)):
                 found.append(jit(step_of(fn, layer), world=world, overlap=overlap, backend=backend)(*parts(rank)))
         return found
 

@@ -1,0 +1,139 @@
+"""What `jit` does when nobody asks: collectives overlap, within a limit of memory, and nothing else changes."""
+
+import inspect
+
+import pytest
+import torch
+
+from fmegatron import plan, step, tree
+from fmegatron.collectives import connect
+from fmegatron.layout import Mesh
+from fmegatron.step import Overlap, jit
+from fmegatron.step.overlap.schedule import hides, overlapped, planned_peak
+from fmegatron.step.timelines.planned import PaperWorld, launches
+from tests.step import tiny
+from tests.step.overlap.decoder import free, lowered_of_own
+from tests.step.overlap.test_ranks import of_the_decoder, same_bits
+from tests.step.own_towers import described, start
+
+LEAF = 1 << 22
+
+
+# ---- one value, said in one place ------------------------------------------------------------------------------------
+def test_true_is_the_default_of_all():
+    """Of jit, plans and timelines: True, which is `Overlap()`; False is the order of the graph."""
+    fn = tiny.mlp_step()
+    assert jit(fn).target.overlap == jit(fn, overlap=True).target.overlap == Overlap() and Overlap().peak == 1.05
+    assert jit(fn, overlap=False).target.overlap is None
+    for fn in (plan.exact, plan.quick, plan.deep, plan.search, jit):
+        assert inspect.signature(fn).parameters["overlap"].default is True
+
+
+@pytest.mark.parametrize("given", [None, 1, "no"])
+def test_what_else_is_refused(given):
+    with pytest.raises(ValueError, match=r"overlap: got .*, wanted True, False \(the order of the graph\)"):
+        jit(tiny.mlp_step(), overlap=given)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "way", ["a module", *(pytest.param(way, marks=pytest.mark.slow) for way in ("a loop, each layer", "plain layers"))]
+)
+def test_the_bar_of_a_module_holds_by_default(way):
+    """16 leaves of 4 MiB on fsdp=8: a shard and four leaves, as without overlap; without a limit it is twice that."""
+    mesh = Mesh(fsdp=8)
+    made = described(mesh, way, blocks=8, dim=512, width=2048, dtype=torch.float32)
+    parts = made.function, made.state, made.batch
+    by_default, in_order = plan.exact(*parts, mesh), plan.exact(*parts, mesh, overlap=False)
+    assert by_default.transient <= 1.05 * in_order.transient and by_default.transient <= 4 * LEAF + (1 << 20)
+    assert hides(by_default.graph.nodes) and not hides(in_order.graph.nodes)
+
+
+def test_the_limit_counts_what_is_measured():
+    """The planned peak of an order is what the exact plan counts in it, with the copies that gloo sends from."""
+    mesh = Mesh(fsdp=8)
+    made = described(mesh, "a module", blocks=2, dim=512, width=2048, dtype=torch.float32)
+    found = plan.exact(made.function, made.state, made.batch, mesh, overlap=free(bucket_bytes=0))
+    gloo, others = (planned_peak(found.graph, PaperWorld(mesh, device=device)) for device in ("cpu", "cuda"))
+    assert gloo == pytest.approx(found.transient, rel=0.03) and others < 0.8 * gloo
+
+
+@pytest.mark.parametrize("peak", [1.0, 1.05, 1.2, 1.5])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_limit_is_kept(peak, device):
+    mesh = Mesh(fsdp=8)
+    world, lower = PaperWorld(mesh, device=device), lowered_of_own(mesh)
+    most = planned_peak(lower.graph, world)
+    graph = overlapped(lower, Overlap(peak=peak), world).graph
+    assert planned_peak(graph, world) <= peak * most
+    assert hides(graph.nodes) or (device, peak) == ("cpu", 1.0)  # else something fits in, of the forward
+
+
+def test_more_memory_is_more_overlap():
+    """Each step of the limit hides what the last one hid, or more."""
+    mesh = Mesh(fsdp=8)
+    world, lower = PaperWorld(mesh, device="cuda"), lowered_of_own(mesh)
+    travelling = []
+    for peak in (1.0, 1.2, 1.6, None):
+        order = launches(overlapped(lower, Overlap(peak=peak), world).graph).split()
+        waits = [order.index(f"w:{n}") - order.index(n) for n in order if n[0] in "GR"]
+        travelling.append(sum(w > 1 for w in waits))
+    assert travelling == sorted(travelling) and travelling[0] < travelling[-1]
+
+
+def test_nothing_is_moved_where_nothing_would_be_hidden():
+    """ZeRO-1 and replicas of one's own module, and one rank: the graph stays what it is, and the compiler may order."""
+    for mesh, strategy in ((Mesh(dp=2), "zero1"), (Mesh(dp=2), "replicated"), (Mesh(), "zero3")):
+        lower = lowered_of_own(mesh, strategy)
+        found = overlapped(lower, Overlap(), PaperWorld(mesh))
+        assert str(found.graph) == str(lower.graph) and not hides(found.graph.nodes)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+def two_steps(rank, world, made, overlap):
+    run = step.jit(made.function, donate=0, world=world, backend="eager", overlap=overlap)
+    (_, batch), state = start(), tree.init(made.state, key=0, rank=rank)
+    local = tree.place(tree.local(batch, made.batch, rank), made.batch, rank)
+    for _ in range(2):
+        state, metrics = run(state, local)
+    return [x.clone() for x in tree.leaves((state, metrics))], launches(run.graph("overlap"))
+
+
+def both(rank, mesh, strategy):
+    """(whether all is equal to the bit with and without, the order with, the order without)."""
+    with connect(mesh) as world:
+        made = described(mesh, "a module", strategy)
+        (by_default, ordered), (in_order, plain) = (two_steps(rank, world, made, o) for o in (True, False))
+        return same_bits(by_default, in_order), ordered, plain
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(fsdp=4), "zero3"), (Mesh(dp=2, fsdp=2), "hsdp")], ids=str)
+def test_the_same_bits_on_four_ranks(ranks, mesh, strategy):
+    """And the same order on all of them, as a rank that starts another collective would wait for ever."""
+    found = ranks.run(both, mesh, strategy, ranks=4)
+    assert all(same for same, *_ in found)
+    assert len({(ordered, plain) for _, ordered, plain in found}) == 1
+    _, ordered, plain = found[0]
+    assert ordered != plain
+
+
+def of_microbatches(rank):
+    """The decoder in two microbatches, on this rank: losses, norms and state, for each setting."""
+    mesh, found = Mesh(fsdp=2), []
+    with connect(mesh) as world:
+        for overlap in (True, Overlap(peak=None), False):
+            fn, state, batch_at = of_the_decoder(rank, microbatches=2)
+            run = jit(fn, donate=0, world=world, backend="eager", overlap=overlap)
+            seen = []
+            for i in range(2):
+                state, metrics = run(state, batch_at(i))
+                seen.append(metrics["loss"].clone())
+            found.append([*seen, *tree.leaves(state)])
+        return all(same_bits(one, found[-1]) for one in found)
+
+
+@pytest.mark.long
+def test_microbatches(ranks):
+    assert ranks.run(of_microbatches, ranks=2) == [True, True]
