@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fmegatron.files import disk
 from fmegatron.layout import Layout, Mesh
 from fmegatron.layout.mesh import STANDARD_AXES
 from fmegatron.loop.config import UsageError
@@ -55,7 +56,7 @@ def require_effects(options: Options, ranks: int, goes_on: bool, evaluates: bool
                 _require_ranks(path, getattr(group, name), goes_on)
     if options.until.file is not None:
         place = Path(options.until.file).absolute().parent
-        if not place.is_dir() and Path(options.folder).absolute() not in (place, *place.parents):
+        if not disk.is_directory(str(place)) and Path(options.folder).absolute() not in (place, *place.parents):
             wanted = f"a file in a folder that is there, or in that of the run: {place} is none"
             _refuse("until.file", options.until.file, wanted, "make it first")
     if not evaluates and "eval_every" in _given(log, ()):

@@ -108,9 +108,9 @@ def test_on_a_command_line_it_is_one_line_and_status_2(capsys):
             launch(lambda config: config, Config, ["prog", *flags])
         assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[::2] == [
-        "prog: Config.every: got 0, wanted at least 1",
-        "prog: Config.lr: got 0.0, wanted a number above 0",
-        "prog: Part.width: got 0, wanted at least 1",
+        "prog: --every=0: Config.every: got 0, wanted at least 1",
+        "prog: --lr=0.0: Config.lr: got 0.0, wanted a number above 0",
+        "prog: --part.width=0: Part.width: got 0, wanted at least 1",
     ]
 
 

@@ -36,11 +36,13 @@ def test_near_it_the_step_is_counted(monkeypatch):
     """Both sides of the bytes that it takes: one byte less is refused, with what takes the most and a mesh."""
     exact = plan.exact(*(described := describe(Mesh())), Mesh())
     counted, asked = exact.peak, []
-    monkeypatch.setattr(plan, "exact", lambda *given: asked.append(given[1:]) or exact)  # seconds each
+    monkeypatch.setattr(
+        plan, "exact", lambda *given, overlap: asked.append((*given[1:], overlap)) or exact
+    )  # seconds each
     assert planned(limit_bytes=counted) == planned(limit_bytes=1e9, plan="exact") == counted
     with pytest.raises(UsageError) as raised:
         planned(limit_bytes=counted - 1)
-    assert asked == [(described.state, described.batch, Mesh())] * 3
+    assert asked == [(described.state, described.batch, Mesh(), True)] * 3
     text = str(raised.value)
     assert "(planned exactly), wanted at most" in text and "as --run.memory.limit_bytes says" in text
     assert f"takes {counted:,} bytes on one rank" in text and f"at most {counted - 1:,} bytes, as" in text

@@ -25,7 +25,7 @@ class Scattered:
     dtype: torch.dtype
     held: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
 
-    mesh, flat, replicas, padded = Mesh(), (), 1, False
+    mesh, flat, replicas, padded, flat_from = Mesh(), (), 1, False, 0
 
     @property
     def spec(self) -> tuple[None, ...]:
