@@ -43,6 +43,7 @@ OTHERS = {
     "run.seed": 3,
     "run.allow": ("heads", "data"),
     "run.backend": "eager",
+    "run.overlap": False,
     "run.deterministic": True,
     "run.log.every": 3,
     "run.log.eval_every": 4,
