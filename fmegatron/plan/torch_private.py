@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 import torch._inductor
 from torch._functorch import config as _functorch_config
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,9 +33,6 @@ def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> 
     Traced, lowered, fused and ordered as for a run; no kernel is compiled. The nodes are Inductor's own, which carry
     "stack_trace" of those that they come from.
     """
-    from torch._inductor.graph import GraphLowering  # half a second, of everyone who imports the loop
-    from torch._inductor.virtualized import V
-
     torch_private.lower_own()
     found: list[tuple[str, dict[str, set]]] = []
 

@@ -243,7 +243,7 @@ class ObjectStore:
         return ObjectStore(f"{scheme}://{rest.rpartition('/')[0]}", self.options, self.context)
 
     def around(self) -> None:
-        """No checkpoint: names of objects lie beside one another, and a save deletes tokens of its own name alone."""
+        """No checkpoint: each name has its own objects, and a save deletes tokens of its own name alone."""
 
     def notes(self) -> KeyNotes:
         """Objects below `.notes/`."""
