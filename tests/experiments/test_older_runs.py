@@ -25,7 +25,7 @@ STATES = ["dense", "experts", "averaged", "loss_scale", "muon", "int8"]
 def older(tmp_path_factory):
     """The tree of the older commit."""
     if subprocess.run(["git", "cat-file", "-e", f"{COMMIT}^{{commit}}"], cwd=ROOT, capture_output=True).returncode:
-        pytest.skip(f"this checkout does not have commit {COMMIT}: clone all of the history")
+        pytest.fail(f"this checkout does not have commit {COMMIT}: clone all of the history")
     path = tmp_path_factory.mktemp("older") / "tree"
     path.mkdir()
     files = subprocess.run(["git", "archive", COMMIT, "fmegatron"], cwd=ROOT, check=True, capture_output=True).stdout
