@@ -4,9 +4,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from decoder import decoder
 
-from fmegatron import data, loop, model, optim, step, tree
+from fmegatron import data, loop, model, nn, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
@@ -30,6 +29,13 @@ class Config:
     __post_init__ = loop.check
 
 
+def decoder(config: Config) -> model.Decoder:
+    """Two layers; with experts where the state is of them."""
+    moe = model.MoE(nn.Router(4, 2), 16, balance=0.01) if config.state == "experts" else None
+    sizes = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
+    return model.llama(96, **sizes, tied=True, mlp=moe)
+
+
 def optimizer(config: Config, layouts, axes) -> optim.Optimizer:
     """Of a state."""
     adamw = optim.adamw(1e-2)
@@ -48,7 +54,7 @@ def optimizer(config: Config, layouts, axes) -> optim.Optimizer:
 def main(config: Config) -> dict[str, float]:
     """Train, or go on."""
     with loop.set_up():
-        world, of, axes = connect(config.mesh), decoder(config.state), Axes(config.mesh)
+        world, of, axes = connect(config.mesh), decoder(config), Axes(config.mesh)
         text = torch.randint(96, (4000,), generator=torch.Generator().manual_seed(1)).numpy()
         batches = data.Batches(text, 4, 16, config.seed, None)
         specs = model.specs(of, config.mesh, strategy=STRATEGY)

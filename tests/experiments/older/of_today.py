@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from decoder import decoder
 
-from fmegatron import data, loop, model, optim
+from fmegatron import data, loop, model, nn, optim
 from fmegatron.layout import Mesh
 from fmegatron.loop import field
 from fmegatron.optim import contrib
@@ -20,6 +19,13 @@ class Config:
     state: str = field("dense", resume="refused")
 
     __post_init__ = loop.check
+
+
+def decoder(config: Config) -> model.Decoder:
+    """Two layers; with experts where the state is of them."""
+    moe = model.MoE(nn.Router(4, 2), 16, balance=0.01) if config.state == "experts" else None
+    sizes = {"dim": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 64, "max_seq": 16}
+    return model.llama(96, **sizes, tied=True, mlp=moe)
 
 
 def optimizer(config: Config) -> optim.Optimizer:
@@ -39,7 +45,7 @@ def optimizer(config: Config) -> optim.Optimizer:
 
 def describe(config: Config):
     """The step, its state, its batch."""
-    return model.build(decoder(config.state), optimizer(config), config.mesh, (4, 16), strategy="zero3")
+    return model.build(decoder(config), optimizer(config), config.mesh, (4, 16), strategy="zero3")
 
 
 def read(config: Config):
