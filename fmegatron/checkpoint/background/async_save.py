@@ -22,7 +22,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.background.arena import Arena
 from fmegatron.checkpoint.background.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.background.handle import Handle
-from fmegatron.checkpoint.background.staging import Portion, portions, stage
+from fmegatron.checkpoint.background.staging import Portion, portions, require_as_staged, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
@@ -31,6 +31,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
+from fmegatron.checkpoint.writing.unchanged import versions
 from fmegatron.collectives import interrupt
 from fmegatron.layout import Layout
 from fmegatron.tree import structure
@@ -310,7 +311,7 @@ class AsyncSaver:
             tail = _tail_bytes(known.data)
             if known.cut(rank, None)[0].nbytes + tail > self.arena_bytes:
                 limit = max(1, self.arena_bytes // 2 - tail)  # two portions: one is written while one is staged
-        cut = known.cut(rank, limit)
+        cut, before = known.cut(rank, limit), versions(tensors)
         handle.bytes = sum(slot.nbytes for portion in cut for slot in portion.slots)
         description = json.dumps({**what, "limit": limit, "alone": handle.world.size == 1}).encode()
         for i, portion in enumerate(cut):
@@ -320,6 +321,7 @@ class AsyncSaver:
                 return
             assert arena.memory is not None, "there is room in it"
             stage(portion, known.plans, tensors, arena.memory, at)
+            require_as_staged(before, cut[: i + 1], known.plans, tensors, arena.memory, at)
             job, memory, end = [], arena.memory.numpy(), at + portion.nbytes
             for data in tail:
                 memory[end : end + len(data)] = np.frombuffer(data, np.uint8)

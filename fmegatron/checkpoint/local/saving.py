@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.background.staging import Portion, groups, portions, stage
+from fmegatron.checkpoint.background.staging import Portion, groups, portions, require_as_staged, stage
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.format import Manifest, digest
@@ -22,6 +22,7 @@ from fmegatron.checkpoint.local.shard import Content, content_id, set_id, with_i
 from fmegatron.checkpoint.local.shelf import Shelf, remove
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan
+from fmegatron.checkpoint.writing.unchanged import versions
 from fmegatron.checkpoint.writing.write import write_part
 
 
@@ -181,7 +182,7 @@ class Saving:
         if len({one for _, one in rows}) > 1:
             raise ValueError("layouts: got different ones on the ranks, wanted the same tree; give it to save on all")
         peers = [member for member in group if member != rank]
-        buffers: dict[int, torch.Tensor] = {}
+        buffers, before = dict[int, torch.Tensor](), versions(tensors)
 
         def begin():
             for member in group:
@@ -194,6 +195,7 @@ class Saving:
             parts = {m: buffers[m][: cut[m][n].nbytes if n < len(cut[m]) else 0] for m in group}
             if n < len(cut[rank]):
                 guard.do(stage, cut[rank][n], plans[rank], tensors, buffers[rank], 0)
+                guard.do(require_as_staged, before, cut[rank][: n + 1], plans[rank], tensors, buffers[rank], 0)
             world.exchange([(m, parts[rank]) for m in peers], [(m, parts[m]) for m in peers])
             for member in group:
                 if n < len(cut[member]):

@@ -21,6 +21,7 @@ from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
 from fmegatron.checkpoint.writing.scattered import Scattered
+from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Box, boxes, check_cover
 
@@ -46,7 +47,10 @@ class Orders:
         storage = open_store(path).draft(self.root) if draft is None else draft.storage
         boxes = (tensors[name] for name in self.plans)
         flat = [x[0] if len(x) == 1 else torch.cat([one.reshape(-1) for one in x]) for x in boxes]
-        part = write_part(storage, tuple(self.plans.values()), flat, self.rank)
+        plans = tuple(self.plans.values())
+        seen = look(plans, flat, self.rank)
+        part = write_part(storage, plans, flat, self.rank)
+        require_unchanged(seen, plans, flat, self.rank)
         part.plan = self.digest  # of all ranks' leaves together
         part.store(storage)
 

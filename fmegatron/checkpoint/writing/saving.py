@@ -26,6 +26,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
+from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Layout
 from fmegatron.tree import checks, structure
@@ -59,8 +60,9 @@ def save(
     Raises:
         ValueError: state and layouts disagree, a leaf cannot be stored, several ranks save without layouts, or the
             metadata is not JSON; then nothing is written.
-        RuntimeError: on every rank and with the first failing rank's message, when anything fails later (full disk).
-            Then nothing is left behind and earlier checkpoints are untouched.
+        RuntimeError: on every rank and with the first failing rank's message, when anything fails later (a full disk,
+            a leaf that another thread changes meanwhile). Then nothing is left behind and earlier checkpoints are
+            untouched.
 
     >>> import tempfile
     >>> from fmegatron.layout import Layout, Mesh
@@ -85,7 +87,9 @@ def save(
         said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
         with jointly(world, what):
+            seen = look(plans, tensors, world.rank)
             part = write_part(storage, plans, tensors, world.rank)
+            require_unchanged(seen, plans, tensors, world.rank)
             if not lead:
                 part.store(storage)
         with jointly(world, what):

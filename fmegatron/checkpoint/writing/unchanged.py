@@ -1,0 +1,78 @@
+"""Whether a state stayed as it was while it was saved: a save of what another thread changes is refused.
+
+A digest of what is written cannot tell: taken while tensorstore writes, bytes and digest may differ (acknowledged and
+unreadable); taken of a copy, both agree on a state that never was (torn). So the live memory itself is looked at before
+the first byte is given away, and again when all is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from fmegatron.checkpoint.files.format import bits
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
+
+_LOOK_BYTES = 1 << 20  # what is strided is copied so much at a time, and digested while it is in the cache
+
+
+def look(plans: Sequence[LeafPlan], tensors: Sequence[torch.Tensor], rank: int) -> list[int]:
+    """What `rank` is to write of each leaf, as one number a leaf: 0 for what it does not write.
+
+    In host memory a digest of the elements; on a device the version that torch counts (a write through `.data` is not
+    in it): a copy of all to the host would take as long as the save.
+    """
+    return [_look(leaf, x, rank) for leaf, x in zip(plans, tensors, strict=True)]
+
+
+def require_unchanged(
+    before: Sequence[int], plans: Sequence[LeafPlan], tensors: Sequence[torch.Tensor], rank: int
+) -> None:
+    """Raise RuntimeError naming the first leaf that is not as `look` saw it."""
+    for seen, leaf, x in zip(before, plans, tensors, strict=True):
+        if _look(leaf, x, rank) != seen:
+            raise RuntimeError(changed(leaf.path))
+
+
+def changed(path: str) -> str:
+    """The error for a leaf that changed meanwhile."""
+    return (
+        f"{path}: got a leaf that changed while it was saved, wanted one that stays as it is until the call returns;"
+        " have no other thread write to the state meanwhile, or save a clone of it (nothing was saved)"
+    )
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often torch has written to the memory of each tensor; tensors of inference mode do not count: 0."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def _look(leaf: LeafPlan, x: torch.Tensor, rank: int) -> int:
+    if leaf.home == "grid" and leaf.layout.replicas > 1:
+        parts = [box for _, box in chunks_to_write(leaf, rank)]  # the other replicas look at the others
+        if not parts:
+            return 0
+    elif leaf.layout.boxes(rank) and (leaf.home == "grid" or leaf.writes(rank)):
+        parts = None
+    else:
+        return 0
+    if x.device.type != "cpu":
+        return versions([x])[0]
+    local, found = bits(x.resolve_conj().resolve_neg()), xxhash.xxh3_64()
+    if parts is not None:
+        local = local.contiguous()
+    for part in [local] if parts is None else [box.view(local) for box in parts]:
+        for data in _contiguous(part):
+            found.update(data.data)
+    return found.intdigest()
+
+
+def _contiguous(x: torch.Tensor) -> list[np.ndarray] | map[np.ndarray]:
+    """The elements of a tensor, in order: as they are in memory, or, of other strides, copies of a few rows."""
+    if x.is_contiguous():
+        return [x.numpy().reshape(-1)]
+    rows = max(1, _LOOK_BYTES // max(1, x[0].nbytes))
+    return map(lambda part: part.contiguous().numpy(), x.split(rows))

@@ -1,0 +1,165 @@
+"""A state that another thread writes to while it is saved: refused by name, nothing left, an older one still there."""
+
+import threading
+
+import pytest
+import torch
+
+from fmegatron import checkpoint
+from fmegatron.checkpoint.background import async_save
+from fmegatron.checkpoint.local import saving as local_saving
+from fmegatron.checkpoint.writing import draft, saving
+from fmegatron.layout import Layout, Mesh, Split
+from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.checkpoint.local.nodes import Cluster, state
+
+KINDS = {
+    "contiguous": lambda: torch.zeros(1024, 1024),
+    "strided": lambda: torch.zeros(1024, 1030)[:, :1024],
+    "transposed": lambda: torch.zeros(1024, 512).t(),
+    "bf16": lambda: torch.zeros(2048, 1024, dtype=torch.bfloat16),
+    "small": lambda: torch.zeros(7),
+    "number": lambda: torch.zeros(()),
+}
+WRITES = {
+    "add_": lambda x: x.add_(1),
+    "data": lambda x: x.data.add_(1),
+    "a base": lambda x: x._base.add_(1) if x._base is not None else x.add_(1),
+    "one element": lambda x: x.select(0, -1).add_(1) if x.dim() else x.add_(1),
+}
+
+
+def around(monkeypatch, module, name, when, write):
+    """Have `write` done before or behind a function of a module: what another thread may do meanwhile."""
+    real = getattr(module, name)
+
+    def work(*args, **options):
+        if when == "before":
+            write()
+        result = real(*args, **options)
+        if when == "behind":
+            write()
+        return result
+
+    monkeypatch.setattr(module, name, work)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_save_is_refused(tmp_path, monkeypatch, kind, write, when):
+    x, y = KINDS[kind](), torch.zeros(3, 5)
+    checkpoint.save(tmp_path / "step", {"x": x, "y": y})
+    around(monkeypatch, saving, "write_part", when, lambda: WRITES[write](x))
+    with pytest.raises(RuntimeError, match=r"x: got a leaf that changed while it was saved, wanted one that stays"):
+        checkpoint.save(tmp_path / "step", {"x": x, "y": y})
+    assert [f.name for f in tmp_path.iterdir() if f.name != "step"] in ([], [".notes"])
+    assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": KINDS[kind]().contiguous(), "y": y})
+
+
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        pytest.param(lambda base: base[:, 1024:].add_(1), id="the rest of the tensor that it is a view of"),
+        pytest.param(lambda base: base[:, :1024].add_(0), id="a write of the same values"),
+    ],
+)
+def test_what_does_not_change_the_leaf_is_no_change(tmp_path, monkeypatch, neighbour):
+    base = torch.arange(1024.0 * 1030).view(1024, 1030)
+    around(monkeypatch, saving, "write_part", "behind", lambda: neighbour(base))
+    checkpoint.save(tmp_path / "step", {"x": base[:, :1024]})
+    assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": base[:, :1024].contiguous()})
+
+
+def test_a_thread_that_never_stops(tmp_path):
+    """Acknowledged is readable. (A kernel that the scheduler holds from before the first look until behind the second
+    leaves memory that does not change: of that nobody can tell that it is half written.)"""
+    x, stop = torch.zeros(1 << 20), threading.Event()
+
+    def count():
+        while not stop.is_set():
+            x.add_(1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for i in range(6):
+            try:
+                checkpoint.save(tmp_path / str(i), {"x": x})
+            except RuntimeError as error:
+                assert "x: got a leaf that changed" in str(error)
+    finally:
+        stop.set()
+        thread.join()
+    for i in range(6):
+        if (tmp_path / str(i)).is_dir():
+            assert len(checkpoint.restore(tmp_path / str(i))["x"].unique()) <= 2
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_one_rank_of_several(tmp_path, monkeypatch, replicated):
+    """All ranks hear of it. Of a replica each rank looks at what it writes: the others have their own."""
+    mesh = Mesh(dp=2)
+    layouts = {"x": Layout((4096, 1024), torch.float32, mesh, () if replicated else (Split("dp"),))}
+    local = cut_tree({"x": torch.randn(4096, 1024)}, layouts)
+    around(monkeypatch, saving, "require_unchanged", "before", lambda: local[1]["x"].add_(1))
+    for error in run(2, lambda world: checkpoint.save(tmp_path / "step", local[world.rank], layouts, world)):
+        assert isinstance(error, RuntimeError)
+        assert "failed on rank 1 of 2: " in str(error) and "x: got a leaf" in str(error)
+    assert not (tmp_path / "step").exists()
+
+
+def test_a_save_that_another_library_plans(tmp_path, monkeypatch):
+    x = torch.zeros(64, 64)
+    begun = draft.Draft.begin(tmp_path / "step", {"x": ((64, 64), torch.float32, [(0, (0, 0), (64, 64))])}, 1)
+    around(monkeypatch, draft, "write_part", "behind", lambda: x.add_(1))
+    with pytest.raises(RuntimeError, match="x: got a leaf that changed"):
+        begun.orders[0].write(tmp_path / "step", {"x": [x]}, begun)
+    begun.end()
+
+
+@pytest.mark.parametrize("arena_bytes", [None, 3 << 20], ids=["all at once", "in portions"])
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "bf16", "number"])
+def test_an_asynchronous_save_is_refused(tmp_path, monkeypatch, kind, arena_bytes):
+    x = KINDS[kind]()
+    with checkpoint.AsyncSaver(arena_bytes) as saver:
+        checkpoint.save_async(tmp_path / "first", {"a": torch.zeros(9), "x": x}, saver=saver).result()
+        with monkeypatch.context() as patch:
+            around(patch, async_save, "stage", "behind", lambda: x.add_(1))
+            handle = checkpoint.save_async(tmp_path / "second", {"a": torch.zeros(9), "x": x}, saver=saver)
+        with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
+            handle.result()
+        # The saver goes on, and what comes behind the call is as free as ever.
+        handle = checkpoint.save_async(tmp_path / "third", {"x": x}, saver=saver)
+        wanted = x.clone()
+        x.add_(1)
+        handle.result()
+    assert not (tmp_path / "second").exists()
+    assert_same_bits(checkpoint.restore(tmp_path / "third"), {"x": wanted.contiguous()})
+
+
+def test_an_asynchronous_save_of_a_part_beside_which_somebody_writes(tmp_path, monkeypatch):
+    base = torch.arange(1024.0 * 1030).view(1024, 1030)
+    around(monkeypatch, async_save, "stage", "behind", lambda: base[:, 1024:].add_(1))
+    checkpoint.save_async(tmp_path / "step", {"x": base[:, :1024]}).result()
+    assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": base[:, :1024].contiguous()})
+
+
+def test_tensors_of_inference_mode_are_saved(tmp_path):
+    with torch.inference_mode():
+        state = {"x": torch.randn(64, 64)}
+    checkpoint.save(tmp_path / "step", state)
+    checkpoint.save_async(tmp_path / "other", state).result()
+    for name in ("step", "other"):
+        assert_same_bits(checkpoint.restore(tmp_path / name), {"x": state["x"].clone()})
+
+
+def test_local_copies_are_refused(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path, 2)
+    cluster.save(1)
+    local = cut_tree(state(cluster.layouts, 2), cluster.layouts)
+    name, first = next((k, x) for k, x in local[0].items() if x.is_floating_point() and x.numel())
+    around(monkeypatch, local_saving, "stage", "behind", lambda: first.add_(1))
+    found = run(2, lambda world: cluster.replicas(world.rank, world).save(2, local[world.rank], cluster.layouts))
+    for error in found:
+        assert isinstance(error, RuntimeError) and f"{name}: got a leaf that changed while it was saved" in str(error)
