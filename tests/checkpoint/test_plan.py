@@ -1,15 +1,17 @@
 """Plans: one writer for every chunk, shared evenly, cheap for any number of ranks; chunks of sensible shapes."""
 
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, array_name, band_shape
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_SMALL, array_name, band_shape
 from fmegatron.checkpoint.writing.part import Part, grid_array, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import chunk_shape, chunks_to_write, cut_unit, plan
 from fmegatron.layout import Layout, Mesh, Split
+from tests.sampling import seeds
 from tests.work import counted
 
 BF16 = torch.bfloat16
@@ -31,8 +33,9 @@ def one(layout):
         (Layout((24, 512, 512), BF16, Mesh(fsdp=2), (None, "fsdp")), (24, 256, 256)),  # no rows of less than 512 bytes
         (Layout((24, 4096, 6144), BF16, Mesh(fsdp=2, tp=2), (None, "fsdp", Split("tp", (4096, 1024, 1024)))),
          (4, 2048, 256)),
-        (Layout((50257, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (1733, 1024)),  # 50257 = 29 * 1733
-        (Layout((50261, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (50261, 1024)),  # a prime: whole
+        (Layout((50257, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (7180, 1024)),  # 7 chunks, the last one padded by 3 rows
+        (Layout((50261, 1024), BF16, Mesh(fsdp=1), ("fsdp",)), (7181, 1024)),  # a prime
+        (Layout((2 * 50261, 1024), BF16, Mesh(fsdp=2), ("fsdp",)), (50261, 256)),  # a cut prime: columns instead
         (Layout((1000, 4096), torch.float32, Mesh(fsdp=3), ("fsdp",)), (334, 1024)),  # uneven: the last is padded
         (Layout((64, 4096, 4096), BF16, Mesh(dp=8), flat=("dp",)), (1, 2048, 1024)),  # flat, along whole rows
     ],
@@ -41,7 +44,7 @@ def one(layout):
 def test_chunk_shapes(layout, chunk):
     leaf = one(layout)
     assert leaf.home == "grid" and leaf.chunk == chunk
-    assert math.prod(chunk) * layout.dtype.itemsize <= 1.5 * CHUNK_BYTES or chunk[0] == 50261
+    assert math.prod(chunk) * layout.dtype.itemsize <= (MOST_CHUNK_BYTES if chunk[0] == 50261 else 1.5 * CHUNK_BYTES)
 
 
 def test_homes():
@@ -98,7 +101,10 @@ def test_bands_are_contiguous_and_small():
 
 def test_the_divisor_search_is_bounded():
     with counted() as work:
-        assert chunk_shape((10_000_019, 1 << 14), 4, False) == (10_000_019, 1 << 14)  # a prime of 610 GiB
+        rows = 10_000_019  # a prime; 610 GiB
+        assert chunk_shape((rows, 1 << 14), (rows, 1 << 14), 4) == (256, 1 << 14)
+        assert chunk_shape((2 * rows, 1 << 14), (rows, 1 << 14), 4) == (rows, 1)
+        assert chunk_shape((2 * 16777259,), (16777259,), 4) is None
     assert work.calls < 50_000
 
 
@@ -137,3 +143,37 @@ def test_a_chunk_that_nobody_wrote_is_noticed():
     part.digests[array.name] = np.zeros((len(mine), math.prod(array.bands)), "<u8")
     with pytest.raises(RuntimeError, match="arrays/w: chunk number .* has 0 writers, wanted one"):
         merge(plans, [part], None, {})
+
+
+def random_layout(draw):
+    """A leaf of up to some GiB on up to 64 ranks: primes, uneven cuts, flat ranges, interleaved parts."""
+    sizes = [draw.choice([1, 1, 2, 3, 4, 7, 8, 16]) for _ in range(draw.choice([1, 2, 2, 3]))]
+    names = [f"a{i}" for i in range(len(sizes))]
+    mesh, dims, spec = Mesh(**dict(zip(names, sizes, strict=True))), draw.choice([1, 2, 2, 3]), []
+    shape = [draw.choice([draw.randrange(1, 40), 1 << draw.randrange(4, 16), draw.randrange(1000, 200_000)])
+             for _ in range(dims)]  # fmt: skip
+    free = names[:]
+    for _ in shape:
+        spec.append(tuple(free.pop() for _ in range(min(len(free), draw.choice([0, 0, 1, 1, 2])))))
+    while math.prod(shape) > 1 << 33:
+        shape[draw.randrange(dims)] = 3
+    flat = tuple(free[:1]) if draw.random() < 0.3 else ()
+    return Layout(tuple(shape), draw.choice([torch.float32, BF16]), mesh, tuple(spec), flat=flat)
+
+
+@pytest.mark.parametrize("seed", seeds("chunks", 8, 4))
+def test_no_chunk_is_above_64_mib(seed):
+    """For any shape and mesh; every element is in the chunk of one writer. Pieces are cut when they are written."""
+    draw = random.Random(seed)
+    for _ in range(30):
+        layout = random_layout(draw)
+        leaf = one(layout)
+        if leaf.home != "grid" or not layout.nbytes:
+            continue
+        nbytes = math.prod(leaf.chunk) * layout.dtype.itemsize
+        assert nbytes <= MOST_CHUNK_BYTES, (layout, leaf.chunk)
+        grid = [-(-n // c) for n, c in zip(layout.shape, leaf.chunk, strict=True)]
+        assert math.prod(grid) * nbytes <= 1.3 * layout.nbytes + (1 << 20), (layout, leaf.chunk)  # padding
+        if layout.mesh.size * math.prod(grid) < 5000:
+            written = [i for rank in range(layout.mesh.size) for i, _ in chunks_to_write(leaf, rank)]
+            assert len(written) == len(set(written)) == math.prod(grid), (layout, leaf.chunk)

@@ -181,15 +181,15 @@ def test_a_deleted_one_is_missing_and_not_replaced(place, monkeypatch):
 
 def test_damage_is_still_damage(place, monkeypatch):
     """Of the save that is there."""
-    real = fetch._File.band
+    real = fetch.ChunkFile.band
 
     def damaged(self, reader, number, offset, into, leaf=None):
         raise self.error("is damaged", leaf)
 
-    monkeypatch.setattr(fetch._File, "band", damaged)
+    monkeypatch.setattr(fetch.ChunkFile, "band", damaged)
     with pytest.raises(CheckpointError, match="is damaged"):
         checkpoint.restore(place, ONE)
-    monkeypatch.setattr(fetch._File, "band", real)
+    monkeypatch.setattr(fetch.ChunkFile, "band", real)
     place.locate().remove("COMPLETE")
     with pytest.raises(CheckpointError, match="got no COMPLETE file"):
         checkpoint.restore(place, ONE)

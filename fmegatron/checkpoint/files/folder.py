@@ -90,6 +90,16 @@ class Folder:
         finally:
             os.close(fd)
 
+    def forget(self, name: str) -> None:
+        """Drop a file's pages, which are on the disk when a save is complete. What cannot be opened, a read reports."""
+        with suppress(OSError):
+            fd = self._open(name)
+            try:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
     def _open(self, name: str) -> int:
         return disk.open_safely(self.at(name)) if self.held is None else self.held.open(name)
 

@@ -24,6 +24,7 @@ LOCK = ".__lock"  # the end of the name that tensorstore gives a file while it w
 SMALL_BYTES = 64 << 10  # leaves below this (global) are small,
 MOST_SMALL = 256  # and packed if there are more: a file of its own costs about 1 ms (LOG.md), in a pack 0.1
 CHUNK_BYTES = 16 << 20  # aim for the size of a chunk
+MOST_CHUNK_BYTES = 64 << 20  # of any chunk, whatever shape and mesh
 BAND_BYTES = 1 << 20  # most bytes under one digest
 _SMALL_BAND_BYTES = 64 << 10  # bands of rows are not made smaller than this on purpose
 ALIGN_BYTES = 64  # of a leaf inside a packed array
@@ -201,9 +202,9 @@ def array_name(path: str) -> str:
     return f"arrays/{_quoted(path)}"
 
 
-def piece_name(path: str, rank: int) -> str:
-    """The directory of what a rank keeps of a leaf that has no array in global shape."""
-    return f"pieces/{_quoted(path)}/{rank}"
+def piece_name(path: str, rank: int, number: int = 0) -> str:
+    """The directory of what a rank keeps of a leaf that has no array in global shape: the first 64 MiB, or the next."""
+    return f"pieces/{_quoted(path)}/{rank}.{number}" if number else f"pieces/{_quoted(path)}/{rank}"
 
 
 def packed_name(rank: int, number: int = 0) -> str:
@@ -229,13 +230,14 @@ def band_shape(chunk: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """The digested bands of a chunk: full trailing dims, then as many rows as fit 1 MiB (an exact divisor if near).
 
     A matrix has at least 8 bands of rows unless they get small, so that a third of its rows can be read without much
-    of the rest.
+    of the rest; one that is larger than usual has more, up to 256.
     """
     band, size = [1] * len(chunk), itemsize
     for d in reversed(range(len(chunk))):
         most = max(1, min(chunk[d], BAND_BYTES // size))
         if d == len(chunk) - 2:
-            most = min(most, max(-(-chunk[d] // 8), _SMALL_BAND_BYTES // size, 1))
+            tall = math.prod(chunk) * itemsize > 1.5 * CHUNK_BYTES  # few columns of very many rows
+            most = min(most, max(-(-chunk[d] // (256 if tall else 8)), _SMALL_BAND_BYTES // size, 1))
         if most < chunk[d]:
             band[d] = next((n for n in range(most, most // 2, -1) if chunk[d] % n == 0), most)
             break

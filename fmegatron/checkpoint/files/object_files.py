@@ -47,6 +47,9 @@ class Objects:
         """The URL: every save has a token of its own there."""
         return self.text
 
+    def forget(self, name: str) -> None:
+        """Nothing is remembered: every read asks the store."""
+
     def inside(self, name: str) -> bool:
         """There are no links."""
         return True

@@ -19,6 +19,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
+from fmegatron.checkpoint.reading.sample import read_back
 from fmegatron.checkpoint.writing.part import check_written
 from fmegatron.files import disk
 
@@ -118,7 +119,9 @@ class Steps:
         return known[1]
 
     def check(self, step: int) -> None:
-        """Read the manifest of a step back from the disk, and see that all its files are there. Raises CheckpointError.
+        """Read the manifest and a sample of a step back from the disk, and see that all its files are there.
+
+        Raises CheckpointError.
 
         (Not from what is known: the files may have been destroyed since.)
         """
@@ -131,6 +134,7 @@ class Steps:
                 missing = CheckpointError(str(error))
                 saved.check_there(missing)  # no damage if another run has saved it again meanwhile
                 raise missing from None
+            read_back(saved)
 
         self._facts.pop(step, None)
         again(work)

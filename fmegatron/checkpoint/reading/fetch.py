@@ -63,7 +63,7 @@ class Fetch:
                     chunks.setdefault(index, []).append(target)
             digests = stored_digests(self.save, array, leaf.path) if self.verify and chunks else None
             for index, wanted in chunks.items():
-                for job in _File(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
+                for job in ChunkFile(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
                     self._jobs.put(job)
             return
         for piece in leaf.pieces:
@@ -85,7 +85,7 @@ class Fetch:
                     leaf = ranges[0].target.path
                     array = self._array(name, leaf)
                     digests = stored_digests(self.save, array, leaf) if self.verify else None
-                    for job in _File(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
+                    for job in ChunkFile(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
                         self._jobs.put(job)
         except BaseException as late:
             found = late
@@ -165,7 +165,7 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
         yield from _ranges(base, part, target)
 
 
-class _File:
+class ChunkFile:
     """One chunk's file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
 
     def __init__(self, storage: Storage, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):

@@ -265,7 +265,8 @@ def plan_of(
     for p in plan(list(layouts), list(layouts.values())):
         unit = cut_unit(p.layout) if p.home == "grid" else p.layout.shape
         if p.home in ("grid", "piece"):
-            shape = p.chunk or chunk_shape(unit, p.layout.dtype.itemsize)
+            shape = p.chunk or chunk_shape(p.layout.shape, unit, p.layout.dtype.itemsize)
+            assert shape is not None, "uncut dims can be cut anywhere"
             p = replace(p, home="grid", chunk=split_chunk(shape, p.layout.dtype.itemsize, bound))
             row = table.row(p.path)
             if row < len(chunks):

@@ -30,6 +30,7 @@ from fmegatron.checkpoint.files.format import (
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.reading.sample import band_sizes
 from fmegatron.checkpoint.reading.snapshot import Saved, Snapshot, on_snapshot
 from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
@@ -264,7 +265,7 @@ class _Check:
 
     def _jobs(self, array: Array, table: np.ndarray) -> Iterator[tuple[Array, str, int, np.ndarray, tuple[int, ...]]]:
         """(array, file, first byte, digests, bytes of each band): consecutive bands of a chunk file."""
-        sizes, leaf = _band_sizes(array), self._leaf(array, 0, 0)
+        sizes, leaf = band_sizes(array), self._leaf(array, 0, 0)
         for index, row in zip(_indices(array.grid), table, strict=True):
             name = array.chunk_file(index)
             if self._there(name, sum(sizes), leaf):
@@ -277,7 +278,7 @@ class _Check:
     def _bands(
         self, array: Array, name: str, at: int, digests: np.ndarray, sizes: tuple[int, ...], buffer: np.ndarray
     ) -> None:
-        total = sum(_band_sizes(array))
+        total = sum(band_sizes(array))
         try:
             with self.storage.open(name, total, [(at, at + sum(sizes))]) as reader:
                 for wanted, size in zip(digests, sizes, strict=True):
@@ -337,15 +338,6 @@ def _indices(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             if index[d] < grid[d]:
                 break
             index[d] = 0
-
-
-def _band_sizes(array: Array) -> tuple[int, ...]:
-    """Bytes of each band of a chunk. Full trailing dims: in their order they are the file from first byte to last."""
-    sizes = [array.itemsize]
-    for c, b in zip(array.chunk, array.band, strict=True):
-        lengths = [min(b, c - at) for at in range(0, c, b)]
-        sizes = [size * n for size in sizes for n in lengths]
-    return tuple(sizes)
 
 
 def _above(names: Iterable[str]) -> set[str]:

@@ -38,7 +38,7 @@ class Part:
     """What a rank has written.
 
     chunks: by array, the row-major numbers of its chunks.  digests: by array, uint64 [chunks, bands of a chunk].
-    arrays: the one-chunk arrays that only this rank knows of.  pieces: by path.
+    arrays: the one-chunk arrays that only this rank knows of.  pieces: by path, one after another.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Part:
     chunks: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, np.ndarray] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
 
     def add(self, other: Part) -> None:
         """Take in more that the same rank has written: other leaves, or other chunks of the same."""
@@ -63,7 +63,7 @@ class Part:
             "plan": self.plan,
             "chunks": [[name, numbers, self.digests[name].shape[1]] for name, numbers in self.chunks.items()],
             "arrays": [[a.name, a.shape, a.dtype] for a in self.arrays.values()],
-            "pieces": [[path, p.array, p.offset, p.boxes] for path, p in self.pieces.items()],
+            "pieces": [[path, p.array, p.offset, p.boxes] for path, some in self.pieces.items() for p in some],
         }
         data = b"".join(self.digests[name].tobytes() for name in self.chunks)
         storage.write(f"part.{self.rank}.digests", [data], durable=False)
@@ -84,7 +84,7 @@ class Part:
             part.arrays[name] = one_chunk(name, shape[0], dtype)
         for path, array, offset, boxes in value["pieces"]:
             boxes = tuple(Box(tuple(start), tuple(shape), at, tuple(strides)) for start, shape, at, strides in boxes)
-            part.pieces[path] = Piece(array, offset, boxes)
+            part.pieces.setdefault(path, []).append(Piece(array, offset, boxes))
         storage.remove(json_at)
         storage.remove(digests_at)
         return part
@@ -156,8 +156,8 @@ def merge(
                 table = digests[a.first_digest : a.first_digest + a.digest_count].reshape(len(times[name]), -1)
                 table[numbers] = part.digests[name]
                 times[name][numbers] += 1
-        for path, piece in part.pieces.items():
-            pieces.setdefault(path, []).append(piece)
+        for path, some in part.pieces.items():
+            pieces.setdefault(path, []).extend(some)
     for name, count in times.items():
         if (count != 1).any():
             number = int(np.flatnonzero(count != 1)[0])

@@ -4,8 +4,9 @@ Three homes for a leaf:
 - `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one
   writer. The rule for nearly everything: even, uneven, interleaved, flattened along full rows, replicated, empty.
 - `packed`: small, and one of very many or without such a grid; a few bytes in the one file of its owner.
-- `piece`: no such grid is coarse enough (a flattened range that ends inside a row). The writer's local storage,
-  verbatim, with the boxes that state which elements are where.
+- `piece`: no such grid is coarse enough (a flattened range that ends inside a row), or fine enough (a cut into prime
+  numbers of rows). The writer's local storage, verbatim, with the boxes that state which elements are where; above
+  64 MiB in several arrays.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
 from fmegatron.layout import Box, Layout, Split, split
 from fmegatron.layout.split import chunk
 
@@ -145,34 +146,56 @@ def home_of(
     # A state on one rank stays as it is in memory. Where there are several, other numbers of them will cut its dims.
     ways = shape[-1] // unit[-1]
     columns = 1 if ranks == 1 else 4 if ways == 1 else max(2, 8 // ways)
-    return "grid", chunk_shape(unit, itemsize, columns)
+    chunk = chunk_shape(shape, unit, itemsize, columns)
+    return ("piece", ()) if chunk is None else ("grid", chunk)
 
 
-def chunk_shape(unit: tuple[int, ...], itemsize: int, columns: int = 1) -> tuple[int, ...]:
-    """A chunk of about 16 MiB that divides `unit` exactly; the full unit when no divisor is sensible.
+def chunk_shape(
+    shape: tuple[int, ...], unit: tuple[int, ...], itemsize: int, columns: int = 1
+) -> tuple[int, ...] | None:
+    """A chunk of about 16 MiB that no cut crosses, of at most 64; None where there is none, for any order of dims.
 
     Rows of the first dim, then of the next: contiguous in the writer's memory. columns: into how many pieces (a power
     of two) the last dim is cut before that, as long as they do not get too small: then half and a quarter of the
     writer's columns can be read without the rest, as rows can. Such chunks are of about 4 MiB.
+
+    A dim that is cut takes a divisor of its unit. One that is not takes any size: the last chunk is padded, by less
+    than a row a chunk. A cut dim without a divisor stays as it is, and a later dim is cut instead, to a power of two
+    if little of that is padding.
     """
-    shape, most_bytes = list(unit), CHUNK_BYTES
-    while columns > 1 and len(shape) > 1 and shape[-1] % 2 == 0 and shape[-1] * itemsize >= _SPLIT_ROW_BYTES:
-        if math.prod(shape) * itemsize < _SPLIT_BYTES:
+    chunk, most_bytes, stuck = list(unit), CHUNK_BYTES, False
+    while columns > 1 and len(chunk) > 1 and chunk[-1] % 2 == 0 and chunk[-1] * itemsize >= _SPLIT_ROW_BYTES:
+        if math.prod(chunk) * itemsize < _SPLIT_BYTES:
             break
-        shape[-1], columns, most_bytes = shape[-1] // 2, columns // 2, CHUNK_BYTES // _COLUMN_PARTS
-    for d in range(len(shape)):
-        size = math.prod(shape) * itemsize
-        if size <= 1.5 * most_bytes:
+        chunk[-1], columns, most_bytes = chunk[-1] // 2, columns // 2, CHUNK_BYTES // _COLUMN_PARTS
+    for d, n in enumerate(shape):
+        size = math.prod(chunk) * itemsize
+        if size <= (MOST_CHUNK_BYTES if stuck else 1.5 * most_bytes):
             break
-        inner = size // shape[d]
-        if inner >= most_bytes:
-            shape[d] = 1
-            continue
-        parts, most = -(-size // most_bytes), size // _SENSIBLE_BYTES
-        tried = range(parts, min(most, parts + _MOST_DIVISORS_TRIED) + 1)
-        shape[d] //= next((n for n in tried if shape[d] % n == 0), 1)
-        break
-    return tuple(shape)
+        inner = size // chunk[d]
+        if inner >= (MOST_CHUNK_BYTES if stuck else most_bytes):
+            chunk[d] = 1
+        elif unit[d] < n:
+            chunk[d] //= (parts := _parts(chunk[d], size, most_bytes))
+            stuck = stuck or parts == 1
+        elif stuck:
+            step = 1 << ((MOST_CHUNK_BYTES // inner).bit_length() - 1)
+            chunk[d] = step if -(-n // step) * step <= n * 17 // 16 else -(-n // -(-n // step))
+        else:
+            exact = _parts(chunk[d], size, most_bytes)
+            near = most_bytes // 2 <= size // exact <= 1.5 * most_bytes
+            chunk[d] = chunk[d] // exact if near else -(-chunk[d] // -(-size // most_bytes))
+    return tuple(chunk) if math.prod(chunk) * itemsize <= MOST_CHUNK_BYTES else None
+
+
+def _parts(n: int, size: int, aim: int) -> int:
+    """The divisor of n that leaves 1 to 64 MiB of `size` bytes, nearest to the aim; 1 if there is none."""
+    least, most = max(2, -(-size // MOST_CHUNK_BYTES)), size // _SENSIBLE_BYTES
+    wanted, found = size / aim, 1
+    for parts in range(least, min(most, max(least, int(wanted)) + _MOST_DIVISORS_TRIED) + 1):
+        if n % parts == 0 and (found == 1 or max(parts / wanted, wanted / parts) < max(found / wanted, wanted / found)):
+            found = parts
+    return found
 
 
 # ---- the coarsest grid that no box crosses

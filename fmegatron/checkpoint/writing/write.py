@@ -19,6 +19,7 @@ import torch
 
 from fmegatron.checkpoint.files.format import (
     ALIGN_BYTES,
+    MOST_CHUNK_BYTES,
     Array,
     Piece,
     digest,
@@ -81,16 +82,19 @@ def write_part(
                     if packed and size + data.nbytes > _PACKED_BYTES:
                         writer.packed(packed_name(rank, number), packed, size)
                         packed, size, number = [], 0, number + 1
-                    part.pieces[leaf.path] = Piece(packed_name(rank, number), size, boxes)
+                    part.pieces[leaf.path] = [Piece(packed_name(rank, number), size, boxes)]
                     packed.append(data)
                     size += data.nbytes + -data.nbytes % ALIGN_BYTES
                 else:
-                    name = piece_name(leaf.path, rank)
                     data, staged = writer.host_bits(x)
-                    if leaf.layout.padded:
+                    if leaf.layout.padded or data.nbytes > MOST_CHUNK_BYTES:
                         data, boxes = _without_padding(data, boxes)
-                    part.pieces[leaf.path] = Piece(name, 0, boxes)
-                    writer.whole(one_chunk(name, data.numel(), dtype_text(x.dtype)), data.view(-1), leaf.path, staged)
+                    data, found = data.view(-1), part.pieces.setdefault(leaf.path, [])
+                    for start, stop, some in _in_arrays(boxes, data.numel(), MOST_CHUNK_BYTES // data.itemsize):
+                        name = piece_name(leaf.path, rank, len(found))
+                        found.append(Piece(name, 0, some))
+                        array = one_chunk(name, stop - start, dtype_text(x.dtype))
+                        writer.whole(array, data[start:stop], leaf.path, staged if stop == data.numel() else 0)
         if packed:
             writer.packed(packed_name(rank, number), packed, size)
     return part
@@ -102,7 +106,36 @@ def _without_padding(x: torch.Tensor, boxes: tuple[Box, ...]) -> tuple[torch.Ten
     for box in boxes:
         out.append(Box(box.start, box.shape, at, row_major_strides(box.shape)))
         at += box.size
+    if tuple(out) == boxes and at == x.numel():
+        return x, boxes
     return torch.cat([box.view(x).reshape(-1) for box in boxes]), tuple(out)
+
+
+def _in_arrays(boxes: tuple[Box, ...], n: int, most: int) -> Iterator[tuple[int, int, tuple[Box, ...]]]:
+    """(start, stop, boxes) of arrays of at most `most` of the n elements of the boxes, which lie one after another."""
+    if n <= most:
+        yield 0, n, boxes
+        return
+    at, some, todo = 0, [], list(reversed(boxes))
+    while todo:
+        box = todo.pop()
+        if box.offset + box.size - at > most and some:
+            yield at, box.offset, tuple(some)
+            at, some = box.offset, []
+        if box.size > most:
+            todo += reversed(_halves(box))
+            continue
+        some.append(Box(box.start, box.shape, box.offset - at, box.strides))
+    yield at, n, tuple(some)
+
+
+def _halves(box: Box) -> list[Box]:
+    """The box in two, each contiguous where it is."""
+    d = next(d for d, k in enumerate(box.shape) if k > 1)
+    cut = box.start[d] + box.shape[d] // 2
+    low = [*box.start[:d], cut, *box.start[d + 1 :]]
+    high = [*(box.stop[:d]), cut, *(box.stop[d + 1 :])]
+    return [half for half in (box.intersect(box.start, high), box.intersect(low, box.stop)) if half is not None]
 
 
 class _Write(NamedTuple):
