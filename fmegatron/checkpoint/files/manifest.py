@@ -82,16 +82,15 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     return data
 
 
-def marker_to_json(manifest_bytes: bytes, version: int = VERSION) -> bytes:
-    """The bytes of the marker file, which states that all is written and pins the manifest."""
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "version": version,
-            "manifest_bytes": len(manifest_bytes),
-            "manifest_xxh3_64": digest_text(manifest_bytes),
-        }
-    ).encode()
+def marker_to_json(manifest_bytes: bytes, version: int = VERSION, step: int | None = None) -> bytes:
+    """The bytes of the marker file, which states that all is written, pins the manifest and repeats its step."""
+    value = {
+        "format": FORMAT,
+        "version": version,
+        "manifest_bytes": len(manifest_bytes),
+        "manifest_xxh3_64": digest_text(manifest_bytes),
+    }
+    return json.dumps(value if step is None else {**value, "step": step}).encode()
 
 
 # ---- JSON in: nothing in the files is trusted
@@ -147,6 +146,15 @@ def read_manifest(storage: Storage) -> Manifest:
         raise
     except ValueError as error:
         raise CheckpointError(f"{manifest_at}: {error}; {RESTORE_ANOTHER}") from None
+
+
+def step_said(marker: bytes) -> int | None:
+    """The step that a marker says its checkpoint is of; None if it says none, or is damaged (a read reports that)."""
+    try:
+        step = strict_json.parse_json(marker).get("step")
+    except ValueError:
+        return None
+    return step if type(step) is int else None
 
 
 def _read_marker(storage: Storage) -> dict[str, Any]:

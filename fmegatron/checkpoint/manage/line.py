@@ -84,6 +84,11 @@ class Line:
                 raise
             raise unseen from error
         of = self._both[temporary]
+        if (held := of.other(step)) is not None:  # a copy under a wrong name: what it holds stays
+            at = of.set_aside(step, _READERS_S)
+            wrong = f"{of.place(step).text}: held step {held}, and not {step}, so it was set aside: {at}"
+        else:
+            wrong = None
         if not finite and (step, temporary) not in left and of.place(step).is_complete() and of.facts(step).good:
             call = f"delete({step}, temporary=True)" if temporary else f"delete({step})"
             raise ValueError(
@@ -93,10 +98,10 @@ class Line:
         aside = self._set_aside(left)
         self._back, self._saved = None, True
         if not aside:
-            return None
+            return wrong
         steps = ", ".join(str(old) for old, _ in sorted(left))
         text = f"training went on from an older step, so steps {steps} were set aside: {', '.join(aside)}"
-        return f"{of.store.text}: {text}"
+        return f"{of.store.text}: {text}" + (f"; {wrong}" if wrong else "")
 
     def _unseen(self, step: int, error: OSError) -> OSError | None:
         """The error of a look at a step that may be newer, with what can be done about it; None for any other place."""

@@ -13,6 +13,7 @@ from typing import Any
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
+from fmegatron.checkpoint.files.manifest import step_said
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
@@ -30,10 +31,12 @@ _LOOKS = 20  # at a directory in which steps come and go
 class Facts:
     """Facts from the manifest of a complete step. problem: why they cannot be read, or None.
 
-    finite: of loss and gradient norm of the step, None if the run did not report it.
+    step: that it was saved as, None if that is not known.  finite: of loss and gradient norm of the step, None if the
+    run did not report it.
     """
 
     problem: str | None = None
+    step: int | None = None
     finite: bool | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -55,6 +58,7 @@ class Steps:
         self.renames = isinstance(self.notes, Notes)  # a file system: what is withdrawn has another name
         self.watch = leases.Watch()
         self._facts: dict[int, tuple[Any, Facts]] = {}
+        self._said: dict[int, tuple[Any, int | None]] = {}
 
     def name(self, step: int) -> str:
         """Name of a step in the directory."""
@@ -81,9 +85,10 @@ class Steps:
         for _ in range(_LOOKS):
             names = self.store.children()
             steps = self._steps(names, above)
-            found = [step for step in steps if self.place(step).is_complete()]
+            there = [step for step in steps if self.place(step).is_complete()]
+            found = [step for step in there if self.other(step) is None]
             # A step may have been deleted between the two looks, and a newer one saved before: then there is another.
-            if len(found) == len(steps) or self.store.children() == names:
+            if len(there) == len(steps) or self.store.children() == names:
                 break
         return found
 
@@ -99,6 +104,43 @@ class Steps:
         # They may have been deleted or saved again between the two looks.
         return [s for s in found if disk.is_there(self.place(s).text) and not self.place(s).is_complete()]
 
+    def misnamed(self) -> list[int]:
+        """Numbers in the names of checkpoints that say that they are of another step (after `cp` or `mv`), rising.
+
+        They are no steps: not listed, not deleted, in no save's way.
+        """
+        return [step for step in self._steps(self.store.children(), -1) if self.other(step) is not None]
+
+    def other(self, step: int) -> int | None:
+        """The other step that the checkpoint of this number says it is of; None: it is of this step, or none is there,
+        or its marker does not say it."""
+        said = self._step_said(step)
+        return said if said != step else None
+
+    def held(self, step: int) -> int | None:
+        """The step that the complete checkpoint of this number is of, by its manifest if the marker does not say it (as
+        until 2026-11-27); None: it was saved without a step, or cannot be read."""
+        said = self._step_said(step)
+        return self.facts(step).step if said is None else said
+
+    def _step_said(self, step: int) -> int | None:
+        stamp = self._marker(step) if self.renames else None  # nobody moves objects
+        known = self._said.get(step)
+        if known is None or known[0] != stamp:
+            marker = disk.look(lambda: self.place(step).locate().read(MARKER, 0, 4096), None)
+            if marker is None:
+                return None
+            known = self._said[step] = stamp, step_said(marker)
+        return known[1]
+
+    def why_other(self, step: int, held: int) -> str:
+        """Why a checkpoint is not the step of its name, and what mends that."""
+        at, right = self.place(step).text, self.place(held)
+        taken = right.is_complete()
+        to, also = (f"{at}.copy", f" ({self.name(held)} is there, too)") if taken else (right.text, "")
+        move = f"mv {at} {to}" if self.renames else f"move its objects to {to}"
+        return f"{at}: got a checkpoint of step {held}{also}, wanted one of step {step}; {move}"
+
     def _steps(self, names: Collection[str], above: int) -> list[int]:
         matches = (leases.STEP.fullmatch(name) for name in names)
         # step_000000007, made by another program, is not the name of step 7
@@ -112,7 +154,7 @@ class Steps:
             try:
                 manifest = save_at(self.place(step)).manifest
                 metrics = manifest.metadata.get("metrics")
-                facts = Facts(None, manifest.finite, metrics if isinstance(metrics, dict) else {})
+                facts = Facts(None, manifest.step, manifest.finite, metrics if isinstance(metrics, dict) else {})
             except (CheckpointError, SavedAgain) as error:
                 facts = Facts(str(error))
             known = self._facts[step] = stamp, facts

@@ -93,6 +93,9 @@ class Search:
 
         def choose():
             lasting, temporary = (steps.place(step).is_complete() for steps in self.both)
+            of = self.both[temporary and not lasting]
+            if (lasting or temporary) and (held := of.held(step)) not in (None, step):
+                raise CheckpointError(f"{of.why_other(step, held)}. (`checkpoint.restore` of the path reads it)")
             return step, temporary and not lasting, None
 
         with ExitStack() as held:
@@ -108,6 +111,12 @@ class Search:
         """(step, temporary, None) to try, newest first, or why it is not tried yet; ends."""
         tried: set[Choice] = set()
         later: list[Choice] = []
+        for temporary in (False, True):
+            for step in self.both[temporary].misnamed():
+                tried.add((step, temporary))
+                held = self.both[temporary].other(step)
+                if held is not None:
+                    yield step, temporary, f"skipped {self.both[temporary].why_other(step, held)}"
         for _ in range(_LOOKS):
             fresh = [choice for choice in newest_first(self.both) if choice not in tried]
             broken = [choice for choice in not_complete(self.both) if choice not in tried]
@@ -116,6 +125,8 @@ class Search:
                 if (step, temporary) not in fresh:
                     why = "has no COMPLETE: it is damaged, or a copy that is not finished"
                     yield step, temporary, f"skipped the checkpoint of step {step}: {self._text(step, temporary)} {why}"
+                elif (held := self.both[temporary].held(step)) not in (None, step):
+                    yield step, temporary, f"skipped {self.both[temporary].why_other(step, held)}"
                 elif self.prefer_finite and self.both[temporary].facts(step).finite is False:
                     later.append((step, temporary))
                     why = "loss or gradient norm of its step was not finite; prefer_finite=False restores it"

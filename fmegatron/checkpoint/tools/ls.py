@@ -221,9 +221,10 @@ def _stored(store: Store, name: str) -> Checkpoint:
         save = save_at(store)
     except CheckpointError as error:
         return Checkpoint(name, store.text, store.text, str(error), None, 0, 0, 0, None, {})
-    m = save.manifest
+    m, number = save.manifest, int(found[1]) if (found := STEP.fullmatch(name)) else None
     facts = (m.step, len(m.leaves), stored_bytes(m), len(save.storage.names()), None, m.metadata, m.finite)
-    return Checkpoint(name, store.text, save.storage.text, None, *facts)
+    problem = f"holds step {m.step}" if number is not None and m.step != number else None
+    return Checkpoint(name, store.text, save.storage.text, problem, *facts)
 
 
 def stored_bytes(manifest: Manifest) -> int:

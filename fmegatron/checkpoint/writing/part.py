@@ -196,7 +196,7 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
         list(pool.map(lambda item: storage.write(item[0], [item[1]]), files.items()))
     storage.sync()
     check_written(storage, manifest)
-    return marker_to_json(data)
+    return marker_to_json(data, step=manifest.step)
 
 
 def check_written(storage: Storage, manifest: Manifest) -> None:
