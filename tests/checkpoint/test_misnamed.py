@@ -1,4 +1,4 @@
-"""A folder whose name says another step than it holds (cp, mv) is no step: not resumed as one, not deleted, in no way."""
+"""A folder whose name says another step than it holds (cp, mv) is no step: not resumed, not deleted, in no way."""
 
 import json
 import shutil
@@ -44,9 +44,7 @@ def test_it_is_no_step(run_of_two):
     fix = rf"mv {at}/step_00000020 {at}/step_00000005$" if moved else rf"mv {at}/step_00000020 {at}/step_00000020.copy"
     manager = checkpoint.Manager(at)
     assert manager.steps() == ([6] if moved else [5, 6])
-    with pytest.warns(
-        RuntimeWarning, match=f"skipped .*step_00000020: got a checkpoint of step 5.*, wanted .* 20; {fix}"
-    ):
+    with pytest.warns(RuntimeWarning, match=f"step_00000020: got a checkpoint of step 5.*, wanted .* 20; {fix}"):
         step, got, _ = manager.restore_latest()
     assert step == 6 and got["w"][0, 0] == 6
     with pytest.raises(checkpoint.CheckpointError, match="got a checkpoint of step 5.*wanted one of step 20; mv"):
@@ -121,8 +119,6 @@ def test_a_store_of_objects():
     with checkpoint.Manager(store) as manager:
         manager.save(5, state(5))
         assert manager.steps() == [5]
-        with pytest.warns(
-            RuntimeWarning, match="got a checkpoint of step 4, wanted one of step 9; move its objects to"
-        ):
+        with pytest.warns(RuntimeWarning, match="got a checkpoint of step 4, wanted one of step 9; move its"):
             assert manager.restore_latest()[0] == 5
         assert [c.problem for c in listing(store).checkpoints] == ["holds step 4", None]
