@@ -155,6 +155,14 @@ def test_a_changed_pointer(memory, root):
 # ---- a save that dies
 
 
+def test_pointer_and_token_state_one_manifest(memory):
+    """A pointer whose digest was altered, or that of another save: neither what it names nor what it says is taken."""
+    checkpoint.save(memory, state(), ONE)
+    pointer = json.loads(memory.values.read("COMPLETE"))
+    error = damaged(memory, "COMPLETE", json.dumps({**pointer, "manifest_xxh3_64": "0" * 16}).encode())
+    assert "as the pointer says" in str(error)
+
+
 @pytest.fixture
 def die():
     with lives() as end:

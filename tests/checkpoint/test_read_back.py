@@ -103,3 +103,15 @@ def test_steps_differ_in_what_is_drawn(tmp_path, monkeypatch):
 def test_a_step_without_elements(tmp_path):
     checkpoint.save(tmp_path / "step_00000001", {"e": torch.ones(0)})
     Steps(tmp_path).check(1)
+
+
+@pytest.mark.parametrize(
+    "gone", ["arrays/zarr.json", "arrays/w/zarr.json", "digests.bin", "arrays/w/c.0.0", "arrays/v/zarr.json"]
+)
+def test_every_file_is_looked_for(tmp_path, gone):
+    """What a cleaner took from a saver that it held for dead: metadata of zarr as well, which no restore reads."""
+    checkpoint.save(tmp_path / "step_00000001", state(), step=1)
+    file = tmp_path / "step_00000001" / gone
+    file.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match="was written and has vanished"):
+        Steps(tmp_path).check(1)

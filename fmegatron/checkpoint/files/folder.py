@@ -44,6 +44,7 @@ class Folder:
     held: Held | None = field(default=None, compare=False, repr=False)
     lease: Lease | None = field(default=None, compare=False, repr=False)
     writers = 4
+    stated = None  # a directory has no pointer
 
     @property
     def readers(self) -> int:

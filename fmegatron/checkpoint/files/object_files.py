@@ -17,13 +17,15 @@ from fmegatron.checkpoint.files.zarr_array import ZarrArray
 class Objects:
     """Objects whose keys begin with those of `values`: a Storage.
 
-    root: the token of the save.  lease: that of the save that writes it, where it was begun.
+    root: the token of the save.  lease: that of the save that writes it, where it was begun.  stated: the digest of
+    its manifest in the pointer that names it, where one was followed.
     """
 
     values: KeyValues
     text: str
     root: str = ""
     lease: Lease | None = field(default=None, compare=False, repr=False)
+    stated: str | None = field(default=None, compare=False, repr=False)
     readers = 8  # each has up to 16 MiB in flight
     writers = 8
 

@@ -117,7 +117,7 @@ class ObjectStore:
                     f"{storage.at(MARKER)}: got root {root!r:.40} in version {pointer.get('version')!r:.20}, wanted 12"
                     f" hex digits in version {MARKER_VERSION}; restore another step"
                 )
-            storage = self._draft(root)
+            storage = replace(self._draft(root), stated=f"{pointer.get('manifest_xxh3_64')}")
         return storage
 
     def is_complete(self) -> bool:

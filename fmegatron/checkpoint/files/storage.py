@@ -52,6 +52,11 @@ class Storage(Protocol):
         ...
 
     @property
+    def stated(self) -> str | None:
+        """The manifest's digest as what led here states it: a pointer beside its files, where there is one."""
+        ...
+
+    @property
     def readers(self) -> int:
         """The number of threads that read from it at full speed."""
         ...

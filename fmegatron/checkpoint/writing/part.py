@@ -184,10 +184,7 @@ def merge(
 
 def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes:
     """Write the metadata of the checkpoint and make everything durable; returns the marker, for `Store.publish`."""
-    data, groups = manifest_to_json(manifest), set()
-    for name in manifest.arrays:
-        parts = name.split("/")[:-1]
-        groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
+    data, groups = manifest_to_json(manifest), _groups(manifest)
     group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
     files = {DIGESTS: digests.tobytes(), MANIFEST: data} | {f"{name}/{ZARR}": group for name in groups}
     # Of arrays without elements no rank has written a chunk.
@@ -200,11 +197,21 @@ def complete(storage: Storage, manifest: Manifest, digests: np.ndarray) -> bytes
 
 
 def check_written(storage: Storage, manifest: Manifest) -> None:
-    """Raise RuntimeError when a chunk that was written is not there: files were removed while they were written."""
-    found = set(storage.names())
-    for array in manifest.arrays.values():
-        for index in itertools.product(*map(range, array.grid)):
-            if (name := array.chunk_file(index)) not in found:
-                raise RuntimeError(
-                    f"{storage.at(name)}: was written and has vanished; does another run save to this place?"
-                )
+    """Raise RuntimeError when a file that was written is not there: files were removed while they were written."""
+    found, arrays = set(storage.names()), manifest.arrays.values()
+    described = (f"{name}/{ZARR}" for name in itertools.chain(_groups(manifest), manifest.arrays))
+    chunks = (array.chunk_file(index) for array in arrays for index in itertools.product(*map(range, array.grid)))
+    for name in itertools.chain((DIGESTS, MANIFEST), described, chunks):
+        if name not in found:
+            raise RuntimeError(
+                f"{storage.at(name)}: was written and has vanished; does another run save to this place?"
+            )
+
+
+def _groups(manifest: Manifest) -> set[str]:
+    """The zarr groups: the directories above the arrays."""
+    groups = set()
+    for name in manifest.arrays:
+        parts = name.split("/")[:-1]
+        groups.update("/".join(parts[: i + 1]) for i in range(len(parts)))
+    return groups
