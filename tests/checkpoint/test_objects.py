@@ -160,7 +160,7 @@ def test_pointer_and_token_state_one_manifest(memory):
     checkpoint.save(memory, state(), ONE)
     pointer = json.loads(memory.values.read("COMPLETE"))
     error = damaged(memory, "COMPLETE", json.dumps({**pointer, "manifest_xxh3_64": "0" * 16}).encode())
-    assert "as the pointer says" in str(error)
+    assert "as its pointer says; one of them was altered" in str(error)
 
 
 @pytest.fixture

@@ -127,8 +127,8 @@ def read_manifest(storage: Storage) -> Manifest:
             raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
     if storage.stated not in (None, want[1]):
         raise CheckpointError(
-            f"{marker_at}: got a manifest with xxh3_64 {want[1]!r:.20}, wanted {storage.stated!r:.20} as the pointer says that"
-            f" leads here; one of them was altered after the save; {RESTORE_ANOTHER}"
+            f"{marker_at}: got xxh3_64 {want[1]!r:.20} of the manifest, wanted {storage.stated!r:.20} as its pointer"
+            f" says; one of them was altered after the save; {RESTORE_ANOTHER}"
         )
     if type(want[0]) is not int or not 0 <= want[0] <= strict_json.MOST_BYTES:
         got = f"{want[0]!r:.40} for the size of the manifest"

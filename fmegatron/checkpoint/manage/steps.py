@@ -124,13 +124,14 @@ class Steps:
         return self.facts(step).step if said is None else said
 
     def _step_said(self, step: int) -> int | None:
-        stamp = self._marker(step) if self.renames else None  # nobody moves objects
-        known = self._said.get(step)
-        if known is None or known[0] != stamp:
-            marker = disk.look(lambda: self.place(step).locate().read(MARKER, 0, 4096), None)
-            if marker is None:
-                return None
-            known = self._said[step] = stamp, step_said(marker)
+        try:
+            stamp = self._marker(step) if self.renames else None  # nobody moves objects
+            known = self._said.get(step)
+            if known is None or known[0] != stamp:
+                marker = disk.look(lambda: self.place(step).locate().read(MARKER, 0, 4096))
+                known = self._said[step] = stamp, step_said(marker)
+        except (OSError, CheckpointError):  # it stays a step, so that who reads it says what is wrong; or none is there
+            return None
         return known[1]
 
     def why_other(self, step: int, held: int) -> str:
