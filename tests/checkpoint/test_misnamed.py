@@ -44,14 +44,14 @@ def test_it_is_no_step(run_of_two):
     fix = rf"mv {at}/step_00000020 {at}/step_00000005$" if moved else rf"mv {at}/step_00000020 {at}/step_00000020.copy"
     manager = checkpoint.Manager(at)
     assert manager.steps() == ([6] if moved else [5, 6])
-    with pytest.warns(RuntimeWarning, match=f"step_00000020: got a checkpoint of step 5.*, wanted .* 20; {fix}"):
+    with pytest.warns(RuntimeWarning, match=f"skipped {at}/step_00000020: it holds step 5, and not 20; {fix}"):
         step, got, _ = manager.restore_latest()
     assert step == 6 and got["w"][0, 0] == 6
     with pytest.raises(checkpoint.CheckpointError, match="got a checkpoint of step 5.*wanted one of step 20; mv"):
         manager.restore(20)
     assert checkpoint.restore(at / "step_00000020")["w"][0, 0] == 5
     assert [c.problem for c in listing(at).checkpoints if c.name == "step_00000020"] == ["holds step 5"]
-    with pytest.raises(ValueError, match=r"Manager\.delete: .*got a checkpoint of step 5"):
+    with pytest.raises(ValueError, match=r"Manager\.delete: got step 20, whose folder holds step 5"):
         manager.delete(20)
 
 
@@ -82,7 +82,7 @@ def test_one_whose_marker_does_not_say_it(run_of_two):
     assert not verify(run_of_two / "step_00000020").damages
     manager = checkpoint.Manager(run_of_two)
     assert manager.steps()[-1] == 20
-    with pytest.warns(RuntimeWarning, match="got a checkpoint of step 5"):
+    with pytest.warns(RuntimeWarning, match="it holds step 5, and not 20"):
         assert manager.restore_latest()[0] == 6
     with pytest.raises(checkpoint.CheckpointError, match="got a checkpoint of step 5"):
         manager.restore(20)
@@ -119,6 +119,6 @@ def test_a_store_of_objects():
     with checkpoint.Manager(store) as manager:
         manager.save(5, state(5))
         assert manager.steps() == [5]
-        with pytest.warns(RuntimeWarning, match="got a checkpoint of step 4, wanted one of step 9; move its"):
+        with pytest.warns(RuntimeWarning, match="it holds step 4, and not 9; move its objects to"):
             assert manager.restore_latest()[0] == 5
         assert [c.problem for c in listing(store).checkpoints] == ["holds step 4", None]

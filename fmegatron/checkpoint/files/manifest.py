@@ -153,8 +153,8 @@ def read_manifest(storage: Storage) -> Manifest:
         raise CheckpointError(f"{manifest_at}: {error}; {RESTORE_ANOTHER}") from None
 
 
-def step_said(marker: bytes) -> int | None:
-    """The step that a marker says its checkpoint is of; None if it says none, or is damaged (a read reports that)."""
+def step_of_marker(marker: bytes) -> int | None:
+    """The step that a marker names as that of its checkpoint; None: none, or it is damaged (which a read reports)."""
     try:
         step = strict_json.parse_json(marker).get("step")
     except ValueError:

@@ -82,7 +82,7 @@ class Storage(Protocol):
         ...
 
     def forget(self, name: str) -> None:
-        """The next read of a file comes from where it lies, not from this machine's memory, where that can be had."""
+        """The next read of a file comes from its disk, not from this machine's memory, where that can be had."""
 
     def array(self, array: Array) -> ZarrArray:
         """An array to write, chunk by chunk, through tensorstore."""

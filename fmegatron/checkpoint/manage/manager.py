@@ -155,7 +155,9 @@ class Manager:
         if of.name(step) not in of.store.children():
             raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
         if (held := of.other(step)) is not None:
-            raise ValueError(f"Manager.delete: {of.why_other(step, held)}, or remove it by hand")
+            raise ValueError(
+                f"Manager.delete: got step {step}, whose folder holds step {held}, wanted a step; {of.mend(step, held)}"
+            )
         removal = "it is being saved" if step in self._busy(temporary) else of.withdraw(step)
         if isinstance(removal, str):
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError
-from fmegatron.checkpoint.files.manifest import step_said
+from fmegatron.checkpoint.files.manifest import step_of_marker
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
@@ -58,7 +58,7 @@ class Steps:
         self.renames = isinstance(self.notes, Notes)  # a file system: what is withdrawn has another name
         self.watch = leases.Watch()
         self._facts: dict[int, tuple[Any, Facts]] = {}
-        self._said: dict[int, tuple[Any, int | None]] = {}
+        self._markers: dict[int, tuple[Any, int | None]] = {}
 
     def name(self, step: int) -> str:
         """Name of a step in the directory."""
@@ -105,42 +105,39 @@ class Steps:
         return [s for s in found if disk.is_there(self.place(s).text) and not self.place(s).is_complete()]
 
     def misnamed(self) -> list[int]:
-        """Numbers in the names of checkpoints that say that they are of another step (after `cp` or `mv`), rising.
+        """Numbers in the names of checkpoints whose marker names another step (after `cp` or `mv`), rising.
 
         They are no steps: not listed, not deleted, in no save's way.
         """
         return [step for step in self._steps(self.store.children(), -1) if self.other(step) is not None]
 
     def other(self, step: int) -> int | None:
-        """The other step that the checkpoint of this number says it is of; None: it is of this step, or none is there,
-        or its marker does not say it."""
-        said = self._step_said(step)
-        return said if said != step else None
+        """The other step that the marker of this checkpoint names; None: it names this one or none, or is not there."""
+        named = self._named(step)
+        return named if named != step else None
 
     def held(self, step: int) -> int | None:
-        """The step that the complete checkpoint of this number is of, by its manifest if the marker does not say it (as
+        """The step that the complete checkpoint of this number is of, by its manifest where the marker names none (as
         until 2026-11-27); None: it was saved without a step, or cannot be read."""
-        said = self._step_said(step)
-        return self.facts(step).step if said is None else said
+        named = self._named(step)
+        return self.facts(step).step if named is None else named
 
-    def _step_said(self, step: int) -> int | None:
+    def _named(self, step: int) -> int | None:
         try:
-            stamp = self._marker(step) if self.renames else None  # nobody moves objects
-            known = self._said.get(step)
+            stamp = self._marker(step) if self.renames else None  # objects stay where they are
+            known = self._markers.get(step)
             if known is None or known[0] != stamp:
                 marker = disk.look(lambda: self.place(step).locate().read(MARKER, 0, 4096))
-                known = self._said[step] = stamp, step_said(marker)
-        except (OSError, CheckpointError):  # it stays a step, so that who reads it says what is wrong; or none is there
+                known = self._markers[step] = stamp, step_of_marker(marker)
+        except (OSError, CheckpointError):  # then it stays a step: a read of it reports what is wrong
             return None
         return known[1]
 
-    def why_other(self, step: int, held: int) -> str:
-        """Why a checkpoint is not the step of its name, and what mends that."""
+    def mend(self, step: int, held: int) -> str:
+        """What gives a checkpoint the name of the step that it is of; where that is there, one that is no step's."""
         at, right = self.place(step).text, self.place(held)
-        taken = right.is_complete()
-        to, also = (f"{at}.copy", f" ({self.name(held)} is there, too)") if taken else (right.text, "")
-        move = f"mv {at} {to}" if self.renames else f"move its objects to {to}"
-        return f"{at}: got a checkpoint of step {held}{also}, wanted one of step {step}; {move}"
+        to, why = (f"{at}.copy", f" ({self.name(held)} is there, too)") if right.is_complete() else (right.text, "")
+        return (f"mv {at} {to}" if self.renames else f"move its objects to {to}") + why
 
     def _steps(self, names: Collection[str], above: int) -> list[int]:
         matches = (leases.STEP.fullmatch(name) for name in names)

@@ -1,6 +1,6 @@
 """A sample of a save, read back past the page cache: what its disk has, and not what this machine remembers.
 
-Asked of the newest step before an older one goes: it covers what lies below us, at a cost that does not grow.
+Asked of the newest step before an older one goes: it covers file system and disk, at a cost that does not grow.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from fmegatron.checkpoint.files.format import (
     dtype_of,
     zarr_metadata,
 )
-from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, step_said, to_json_text
+from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, step_of_marker, to_json_text
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.reading.sample import band_sizes
@@ -140,8 +140,8 @@ class _Check:
     def metadata(self) -> None:
         """The small files, whose content the manifest implies; and what the manifest itself does not guarantee."""
         text = self.storage.read(MANIFEST)
-        said = step_said(self.storage.read(MARKER, 0, 4096))  # markers have it since 2026-11-27
-        step = None if said is None else self.manifest.step
+        named = step_of_marker(self.storage.read(MARKER, 0, 4096))  # markers have it since 2026-11-27
+        step = None if named is None else self.manifest.step
         self._same(MARKER, marker_to_json(text, self.manifest.version, step), "")
         self._same(MANIFEST, text, "")
         group = to_json_text({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()

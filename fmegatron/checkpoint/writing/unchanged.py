@@ -1,8 +1,8 @@
 """Whether a state stayed as it was while it was saved: a save of what another thread changes is refused.
 
-A digest of what is written cannot tell: taken while tensorstore writes, bytes and digest may differ (acknowledged and
-unreadable); taken of a copy, both agree on a state that never was (torn). So the live memory itself is looked at before
-the first byte is given away, and again when all is written.
+A digest of what is written does not show it: taken while tensorstore writes, bytes and digest may differ
+(acknowledged and unreadable); taken of a copy, both agree on a state that never was (torn). So the live memory itself
+is looked at before the first byte is given away, and again when all is written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from fmegatron.checkpoint.files.format import bits
+from fmegatron.checkpoint.files.torch_private import write_count
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
 
 _LOOK_BYTES = 1 << 20  # what is strided is copied so much at a time, and digested while it is in the cache
@@ -47,7 +48,7 @@ def changed(path: str) -> str:
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     """How often torch has written to the memory of each tensor; tensors of inference mode do not count: 0."""
-    return [0 if x.is_inference() else x._version for x in tensors]
+    return [0 if x.is_inference() else write_count(x) for x in tensors]
 
 
 def _look(leaf: LeafPlan, x: torch.Tensor, rank: int) -> int:

@@ -112,7 +112,7 @@ def _without_padding(x: torch.Tensor, boxes: tuple[Box, ...]) -> tuple[torch.Ten
 
 
 def _in_arrays(boxes: tuple[Box, ...], n: int, most: int) -> Iterator[tuple[int, int, tuple[Box, ...]]]:
-    """(start, stop, boxes) of arrays of at most `most` of the n elements of the boxes, which lie one after another."""
+    """(start, stop, boxes) of arrays of at most `most` of the n elements of the boxes, one after another."""
     if n <= most:
         yield 0, n, boxes
         return
