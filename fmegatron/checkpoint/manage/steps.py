@@ -112,15 +112,16 @@ class Steps:
         return [step for step in self._steps(self.store.children(), -1) if self.other(step) is not None]
 
     def other(self, step: int) -> int | None:
-        """The other step that the marker of this checkpoint names; None: it names this one or none, or is not there."""
-        named = self._named(step)
-        return named if named != step else None
+        """The other step that this checkpoint is of, by its marker and its manifest; None: it is of this step, or its
+        marker names none, or it is damaged (which a read reports), or not there."""
+        return self.held(step) if self._named(step) not in (None, step) else None
 
     def held(self, step: int) -> int | None:
-        """The step that the complete checkpoint of this number is of, by its manifest where the marker names none (as
-        until 2026-11-27); None: it was saved without a step, or cannot be read."""
-        named = self._named(step)
-        return self.facts(step).step if named is None else named
+        """The step that a complete checkpoint is of; None: it was saved without one, or cannot be read.
+
+        The manifest is read where the marker names no step (as until 2026-11-27), or another one.
+        """
+        return step if self._named(step) == step else self.facts(step).step
 
     def _named(self, step: int) -> int | None:
         try:
