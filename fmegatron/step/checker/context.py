@@ -139,6 +139,7 @@ class Scope:
     levels: dict[tuple, dict[torch.fx.Node, int]] = field(default_factory=dict)  # see `corrects`
     pieces: dict[Any, torch.fx.Graph | None] = field(default_factory=dict)  # what ops are made of
     depth: int = 0  # of ops that are made of others
+    views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
 
     def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
         """Note a finding at a node, when what came of it has arrived at an output."""
