@@ -33,7 +33,7 @@ from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.collectives import World
 from fmegatron.files import disk
 from fmegatron.layout import Box, Layout, Mesh
-from fmegatron.tree import structure
+from fmegatron.tree import checks, structure
 
 
 def save_dcp(
@@ -71,14 +71,7 @@ def save_dcp(
     tree.check(state, layouts, rank, "the state", "the layouts")
     paths, leaves, _ = structure.flatten(layouts)
     by_path = dict(zip(paths, tree.leaves(state), strict=True))
-    for name, layout in zip(paths, leaves, strict=True):
-        if layout.mesh.size != ranks.size:
-            raise ValueError(
-                f"{name}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), wanted {ranks.size}, which save"
-                " together; pass world= of the ranks that hold the state"
-            )
-        if layout.unreduced:
-            raise ValueError(f"{name}: got pending sums over {layout.unreduced}, wanted a value; reduce it first")
+    checks.require_saved_by(paths, leaves, ranks.size)
     shards = [
         Shard(name, layout, box)
         for turn, (name, layout) in enumerate(zip(paths, leaves, strict=True))

@@ -141,22 +141,27 @@ def _given(group: Any, but: Collection[str]) -> list[str]:
 def _require_ranks(path: str, value: Any, goes_on: bool) -> None:
     """Of an option that compares ranks, where there is one: a run that goes on may have been one of several."""
     wanted, fix = "several ranks, of which it compares one with another", "leave it out"
-    if not goes_on:
-        _refuse(path, value, wanted, fix)
-    text = f"--run.{path}={text_of(value)}: got one rank, wanted {wanted}: nothing is compared; {fix}"
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    _refuse_or_say(path, value, wanted, fix, goes_on, "one rank", "nothing is compared")
 
 
 def _require_rank(path: str, value: Injection | Window, rank: int | None, ranks: int, goes_on: bool) -> None:
     if rank is None or rank < ranks:
         return
     wanted, fix = f"a rank below {ranks}", f"give rank=0 to {ranks - 1}" if ranks > 1 else "give rank=0"
+    _refuse_or_say(path, value, wanted, fix, goes_on, f"rank {rank}", "it will not happen")
+
+
+def _refuse_or_say(path: str, value: Any, wanted: str, fix: str, goes_on: bool, got: str, so: str) -> None:
+    """Of an option for other ranks than there are: a run that goes on may have had them, and is warned."""
     if not goes_on:
         _refuse(path, value, wanted, fix)
-    text = f"--run.{path}={value}: got rank {rank}, wanted {wanted}: it will not happen; {fix}"
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+    text = f"--run.{path}={_shown(value)}: got {got}, wanted {wanted}: {so}; {fix}"
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 def _refuse(path: str, value: Any, wanted: str, fix: str) -> None:
-    shown = value if isinstance(value, Injection | Window) else text_of(value)
-    raise UsageError(f"--run.{path}={shown}: got what can never take effect, wanted {wanted}; {fix}")
+    raise UsageError(f"--run.{path}={_shown(value)}: got what can never take effect, wanted {wanted}; {fix}")
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, Injection | Window) else text_of(value)

@@ -2,8 +2,8 @@
 
 A rank has the memory of its device; on a CPU its share of that of the machine, or of the container (cgroup), beside
 what the process holds already. State in host memory is compared with that share, and on a CPU counts as all else. The
-formulas of `plan.quick` take milliseconds; where they come near the limit, or
-count no activations, the step that is compiled is counted exactly (`plan.exact`, some 20 s of a processor).
+formulas of `plan.quick` take milliseconds; where they come near the limit, or count no activations, the step that is
+compiled is counted exactly (`plan.exact`, some 20 s of a processor).
 """
 
 from __future__ import annotations
@@ -47,17 +47,15 @@ def planned_bytes(
         return options.planned_bytes
     limit, of = _limit(options, world)
     limit = int(world.minimum(torch.tensor([math.floor(limit)])))  # all ranks decide the same
-    state, on_host = _state_parts(described, ("device",)), _state_parts(described, ("host",))
-    if world.device.type != "cuda":
-        state, on_host = _state_parts(described, ("device", "host")), []
-    elif on_host:
+    together = world.device.type != "cuda"
+    state = _state_parts(described, ("device", "host") if together else ("device",))
+    if not together and (on_host := _state_parts(described, ("host",))):
         _require_room(on_host, world)
     peak, parts, how = sum(size for _, size in state), state, "its state alone"
     if options.planned_bytes is not None:
         parts = [*state, ("beside them", options.planned_bytes - peak)]
         peak, how = options.planned_bytes, "as planned before"
     elif peak <= limit:
-        together = world.device.type != "cuda"
         peak, parts, how = _planned(described, options.plan, limit, state, overlap, together)
     if peak <= limit:
         return peak

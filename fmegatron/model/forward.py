@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fmegatron import nn, step, tree
-from fmegatron.collectives import Axes, all_gather, axis_index, enter, ops
+from fmegatron.collectives import Axes, all_gather, enter, ops
 from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model.arrays import TokenContext
@@ -26,6 +26,7 @@ from fmegatron.model.post_updates import loads
 from fmegatron.model.statistics import counted, learned, losses_of, padding_of, without_labels_of_padding
 from fmegatron.model.weights import Weights, adapted_named, embedded
 from fmegatron.nn import weight
+from fmegatron.nn.loss import real_columns
 from fmegatron.step import partition
 
 
@@ -137,14 +138,12 @@ def read_out(x_BSD: Tensor, w: dict, at: TokenContext, decoder: Decoder) -> Tens
     rank has all columns, [B, S, vocab_size], and are minus infinity where tp splits them. Their gradient is 0.
     """
     tp, logits_BSV = at.axes["tp"], _scores(decoder.norm(x_BSD, w["final_norm"], at), w, at, decoder)
-    if decoder.padded_vocab == decoder.vocab_size:
-        return logits_BSV
     if tp.size == 1:
         return logits_BSV[..., : decoder.vocab_size]
-    columns_V = torch.arange(logits_BSV.shape[-1], device=logits_BSV.device)
-    columns_V = columns_V + axis_index(tp, like=columns_V) * logits_BSV.shape[-1]
-    padding_V = ops.declare(columns_V, tp, ("sharded", 0)) >= decoder.vocab_size
-    return logits_BSV.masked_fill(padding_V, -torch.inf)
+    real_V = real_columns(logits_BSV, tp, decoder.vocab_size)
+    if real_V is None:
+        return logits_BSV
+    return logits_BSV.masked_fill(~ops.declare(real_V, tp, ("sharded", 0)), -torch.inf)
 
 
 def _scores(x_BSD: Tensor, w: dict, at: TokenContext, decoder: Decoder) -> Tensor:

@@ -29,7 +29,7 @@ def cross_entropy(
     return _CrossEntropy.apply(logits_BSV, labels_BS, tp, vocab_size)
 
 
-def _real_columns(logits: Tensor, tp: axes.Axis, vocab_size: int | None) -> Tensor | None:
+def real_columns(logits: Tensor, tp: axes.Axis, vocab_size: int | None) -> Tensor | None:
     """Which of this rank's columns are vocabulary and not padding, or None when all are."""
     columns = logits.shape[-1]
     if vocab_size is None or vocab_size == columns * tp.size:
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, tp, vocab_size):
         ctx.set_materialize_grads(False)
-        z = _wide(logits, _real_columns(logits, tp, vocab_size))
+        z = _wide(logits, real_columns(logits, tp, vocab_size))
         top = pmax(z.amax(-1), tp)
         total = (z - top[..., None]).exp().sum(-1)  # partial over tp
         ids = local_ids(labels, logits.shape[-1], tp)
@@ -76,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dnll, dlse):
         logits, labels, lse = ctx.saved_tensors
-        real, ids = _real_columns(logits, ctx.tp, ctx.vocab_size), local_ids(labels, logits.shape[-1], ctx.tp)
+        real, ids = real_columns(logits, ctx.tp, ctx.vocab_size), local_ids(labels, logits.shape[-1], ctx.tp)
         vocabulary = ctx.vocab_size or logits.shape[-1] * ctx.tp.size
         dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary, dnll != 0)
         both = dnll if dlse is None else dnll + dlse
@@ -91,7 +91,7 @@ def best(logits_BSV: Tensor, tp: axes.Axis, vocab_size: int | None = None) -> Te
 
     One all_gather of two numbers per token and rank of tp. Columns at or beyond `vocab_size` (global count) are masked.
     """
-    columns, z_BSV = logits_BSV.shape[-1], _wide(logits_BSV, _real_columns(logits_BSV, tp, vocab_size))
+    columns, z_BSV = logits_BSV.shape[-1], _wide(logits_BSV, real_columns(logits_BSV, tp, vocab_size))
     top_BS, id_BS = z_BSV.max(-1)
     if tp.size == 1:
         return id_BS
@@ -143,7 +143,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, head, labels, tp, vocab_size, chunks, cap):
         ctx.set_materialize_grads(False)
-        real, columns, found = _real_columns(head, tp, vocab_size), head.shape[1], []
+        real, columns, found = real_columns(head, tp, vocab_size), head.shape[1], []
         ids = local_ids(labels, columns, tp)
         for x_BSD, ids_BS in zip(_parts(x, chunks), _parts(ids, chunks), strict=True):
             z_BSV = _wide(_capped(x_BSD @ head, cap), real)
@@ -166,7 +166,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dnll, dlse):
         (x, head, labels, lse), (tp, vocab_size, chunks, cap) = ctx.saved_tensors, ctx.given
-        real, columns = _real_columns(head, tp, vocab_size), torch.arange(head.shape[1], device=head.device)
+        real, columns = real_columns(head, tp, vocab_size), torch.arange(head.shape[1], device=head.device)
         ids, vocabulary = local_ids(labels, head.shape[1], tp), vocab_size or len(columns) * tp.size
         dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary, dnll != 0)
         both = dnll if dlse is None else dnll + dlse

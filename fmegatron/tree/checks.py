@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fmegatron.layout import Layout, Mesh, dtypes
@@ -61,6 +63,21 @@ def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: st
             + "\n".join(problems[:10])
             + more
         )
+
+
+def require_saved_by(paths: Sequence[str], layouts: Sequence[Layout], size: int) -> None:
+    """ValueError, naming the path, for a layout on another number of ranks than that which saves together, and for a
+    pending sum, which is no value."""
+    for path, layout in zip(paths, layouts, strict=True):
+        if layout.mesh.size != size:
+            raise ValueError(
+                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), wanted {size}, which save together;"
+                " pass world= of the ranks that hold the state, or layouts on their mesh"
+            )
+        if layout.unreduced:
+            raise ValueError(
+                f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
+            )
 
 
 def _fix(got: tuple[int, ...], wanted: tuple[int, ...], layout: Layout) -> str:

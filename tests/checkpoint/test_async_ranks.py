@@ -11,7 +11,6 @@ from fmegatron import checkpoint
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint import fake_world
-from tests.writers import Fork, started_by
 
 SHAPE = (256, 192)
 SECONDS = 600
@@ -48,7 +47,7 @@ def everything(rank, path, sizes):
     mesh, seen = Mesh(**sizes), {}
     layouts, last = layouts_on(mesh), mesh.size - 1
     locals_of = lambda seed: fake_world.cut_tree(whole(seed), layouts)[rank]  # noqa: E731
-    with connect(mesh, device="cpu") as world, started_by(Fork), checkpoint.AsyncSaver() as saver:
+    with connect(mesh, device="cpu") as world, checkpoint.AsyncSaver() as saver:
         saver.reserve(layouts, world)
 
         def begin(name, seed, stop=()):

@@ -28,7 +28,7 @@ from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Layout
-from fmegatron.tree import structure
+from fmegatron.tree import checks, structure
 
 
 def save(
@@ -134,16 +134,7 @@ def agreed(finite: bool | None, world: Ranks) -> bool | None:
 
 def check_layouts(paths: list[str], leaves: list[Layout], size: int) -> None:
     """Raise ValueError for what `size` ranks cannot save together, whatever the tensors."""
-    for path, layout in zip(paths, leaves, strict=True):
-        if layout.mesh.size != size:
-            raise ValueError(
-                f"{path}: got a layout on {layout.mesh} ({layout.mesh.size} ranks), wanted {size}, which save together;"
-                " pass world= of the ranks that hold the state, or layouts on their mesh"
-            )
-        if layout.unreduced:
-            raise ValueError(
-                f"{path}: got pending sums over {layout.unreduced}, wanted a value; reduce it before the save"
-            )
+    checks.require_saved_by(paths, leaves, size)
     for path in paths:
         if len(path) > MOST_PATH:
             raise ValueError(f"{path[:60]}...: got a path of {len(path)} characters, wanted at most {MOST_PATH}")

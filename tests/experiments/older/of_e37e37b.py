@@ -1,9 +1,7 @@
 """The six states of `tests/experiments/test_older_runs.py` as an experiment of commit e37e37b, in its names."""
 
 import functools
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -80,5 +78,4 @@ def main(config: Config) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     loop.launch(main, Config)
