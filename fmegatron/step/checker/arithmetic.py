@@ -117,7 +117,7 @@ def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Ma
     if any(isinstance(m, Varying) for m in given):
         return Varying()
     if unclear:
-        return scope.unknown(node, "dims that are made of other factors; which elements meet cannot be told")
+        return scope.vague(node, "dims that are made of other factors; which elements meet cannot be told")
     vague = any([isinstance(m, Somewhere) for m in given])
     if clashes and not vague:
         states = " and ".join(sorted({v.state(axis) for v in values if v.dims}))
@@ -140,7 +140,7 @@ def _narrowed(scope: Scope, node: Node, kind: str, values: Sequence[Value], out:
     if all([len(dims) > 1 for dims in outcomes]):
         return own_blocks(node, axis)
     if any([len(dims) != 1 for dims in outcomes]):
-        return scope.unknown(node, "combines values on dims of which shapes do not tell whether both are sharded")
+        return scope.vague(node, "combines values on dims of which shapes do not tell whether both are sharded")
     found = tuple(sorted(set().union(*outcomes)))
     return None if out.shards(axis) == list(found) else vague[0]._replace(dims=found)
 
@@ -195,7 +195,7 @@ def _reduced_or_not(scope, node, kind, values, vague: list[Somewhere], axis: str
     kept |= sums and kind in ("sum", "beside") and same and all([v.constant == 0 for v in others])
     if kept:
         return first._replace(dims=None)
-    return scope.unknown(node, "uses a value that is sharded or a pending reduction: shapes do not tell which")
+    return scope.vague(node, "uses a value that is sharded or a pending reduction: shapes do not tell which")
 
 
 def _first(node: Node, kind: str, values: Sequence[Value], axis: str) -> Mark:
@@ -294,7 +294,7 @@ def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, su
         what = f"contracts values that are {a.state(axis)} and {b.state(axis)}"
         return Wrong(node, what, f"all_gather the sharded one over {axis!r}, or shard the other")
     if axis in unclear:
-        return scope.unknown(node, "contracts dims of which it cannot be told which elements meet")
+        return scope.vague(node, "contracts dims of which it cannot be told which elements meet")
     if axis in counted:
         return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
     if pending:
@@ -319,7 +319,7 @@ def _contracted_readings(
         if isinstance(mark, Somewhere) and (mark.or_sum or mark.reduced):
             if other.replicated(axis) and (mark.or_sum or mark.reduced == "sum"):
                 return mark._replace(dims=None)
-            return scope.unknown(node, "multiplies a value that is sharded or a pending reduction")
+            return scope.vague(node, "multiplies a value that is sharded or a pending reduction")
     k = len(a.dims) - 1
     meets = {d: d for d in range(batch)} | {k: batch}
     rest = range(batch + 1, len(b.dims))
@@ -342,7 +342,7 @@ def _contracted_readings(
     if all([one != "sum" and len(one) > 1 for one in outcomes]):
         return own_blocks(node, axis)
     if any([one != "sum" and len(one) > 1 for one in outcomes]):
-        return scope.unknown(node, "multiplies values on dims of which shapes do not tell whether both are sharded")
+        return scope.vague(node, "multiplies values on dims of which shapes do not tell whether both are sharded")
     dims = tuple(sorted({one[0] for one in outcomes if isinstance(one, tuple) and isinstance(one[0], int)}))
     if "sum" not in outcomes and out.shards(axis) == list(dims):
         return None

@@ -152,6 +152,11 @@ class Scope:
         reason = Reason(line_of(node), op_name(node), why, fix)
         return Unknown(frozenset((self.reasons.setdefault(reason, len(self.reasons)),)), own)
 
+    def vague(self, node: torch.fx.Node, why: str, fix: str = GO_ON) -> Unknown:
+        """The mark of what an op does to a value of which shapes leave open on which dim it is sharded. The gradient of
+        a linear op shows nothing of that value, so what is open of a loss is open of its gradient."""
+        return self.unknown(node, why, fix)._replace(gradient=True)
+
     def reason(self, origin: int) -> Reason:
         """The reason of that number."""
         return list(self.reasons)[origin]

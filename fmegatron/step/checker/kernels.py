@@ -90,7 +90,7 @@ def _as_it_lies(scope: Scope, node: Node, t: Value, out: Value) -> Value:
         split = viewed((out.dims[1],), (size_of(heads), size_of(out.dims[1]) // size_of(heads)))
         if split is None or split.lost:
             marks = {
-                axis: scope.unknown(node, "heads of which shapes do not tell what they share")
+                axis: scope.vague(node, "heads of which shapes do not tell what they share")
                 for axis in over(out.dims[1])
             }
         else:
@@ -172,7 +172,7 @@ def group_norm(scope: Scope, node: Node, given: dict) -> list[Value] | None:
         x = along(scope, node, x, dim, "a group norm")
     why = "groups of sharded channels: whether their number is that of a rank cannot be told"
     out = elementwise(scope, node, "function", [x, *more])
-    out = out.marked({axis: scope.unknown(node, why) for axis in axes if axis not in out.marks})
+    out = out.marked({axis: scope.vague(node, why) for axis in axes if axis not in out.marks})
     rows = out.with_dims((out.dims[0], plain(given["group"])))
     return [out, rows, rows]
 
@@ -198,7 +198,7 @@ def shuffled(scope: Scope, node: Node, given: dict) -> Value | None:
     for dim in range(at + 1, len(x.dims)):
         x = along(scope, node, x, dim, op_name(node))
     why = "factors of sharded channels: whether they divide those of a rank cannot be told"
-    out = elementwise(scope, node, "same", [x]).marked({a: scope.unknown(node, why) for a in axes if a not in x.marks})
+    out = elementwise(scope, node, "same", [x]).marked({a: scope.vague(node, why) for a in axes if a not in x.marks})
     return out.with_dims((*out.dims[:at], *map(plain, shape_of(node)[at:])))
 
 

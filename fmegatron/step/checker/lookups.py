@@ -50,7 +50,7 @@ def looked_up(
             return _own_part(scope, node, x, dims[0], index)
     sharding = over(atom for d in dims for atom in x.dims[d])
     for axis in sorted(frozenset().union(*(x.may_shard(d) for d in dims))):
-        x = x.marked({axis: scope.unknown(node, "indexes a dim that may be sharded: shapes do not tell")})
+        x = x.marked({axis: scope.vague(node, "indexes a dim that may be sharded: shapes do not tell")})
     marks: dict[str, Mark | None] = {}
     for axis in sorted(sharding | set(x.marks) | set(index.marks)):
         marks[axis] = _looked_up(scope, node, x, index, axis, axis in sharding)

@@ -133,7 +133,7 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
             return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True) if summed else first
         vague = [mark for v in others if isinstance(mark := v.marks.get(axis), Somewhere)]
         if any(mark.or_sum or mark.reduced for mark in vague):
-            return scope.unknown(node, "adds a pending sum and a value that is sharded or a pending sum")
+            return scope.vague(node, "adds a pending sum and a value that is sharded or a pending sum")
         if any(not v.replicated(axis) for v in others):
             return suspected(node, f"adds a pending sum and a value that is {_state(others, axis)}",
                              "psum it first", first.birth)  # fmt: skip

@@ -364,7 +364,7 @@ def slice_of(scope: Scope, node: Node, given: dict) -> Value:
     if (start, stop, step) == (0, size, 1) and end == size and (axes := over(x.dims[dim]) | x.may_shard(dim)):
         why = f"takes [:{size}] of dim {dim}, which is sharded: all of a rank's part, or a number that is no rank's"
         fix = f"Leave it out, or write [:x.shape[{dim}]] as [:]. {GO_ON}"
-        return x.marked({axis: scope.unknown(node, why, fix) for axis in axes})
+        return x.marked({axis: scope.vague(node, why, fix) for axis in axes})
     return sliced(scope, node, x, dim, start, stop, step, covered)
 
 

@@ -91,7 +91,7 @@ def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind:
         before = "sum" if mark.or_sum else mark.reduced
         all_of_it = among <= gone
         if (kind not in _REDUCED and not (kind == "mean" and all_of_it and not before)) or (before and before != kind):
-            return scope.unknown(node, f"{kind} over a dim that may be sharded: shapes do not tell")
+            return scope.vague(node, f"{kind} over a dim that may be sharded: shapes do not tell")
         if not all_of_it:
             return mark._replace(dims=None, or_sum=False, reduced=kind)
         crosses = True
@@ -165,7 +165,7 @@ def along(scope: Scope, node: Node, x: Value, dim: int, what: str, order: bool =
         if isinstance(mark, Somewhere) and mark.dims == (dim % len(x.dims),):
             marks[axis] = suspected(node, f"{what} over a sharded dim", _MEANING)
         elif isinstance(mark, Somewhere) and mark.may_be(dim % len(x.dims)):
-            marks[axis] = scope.unknown(node, f"{what} over a dim that may be sharded: shapes do not tell")
+            marks[axis] = scope.vague(node, f"{what} over a dim that may be sharded: shapes do not tell")
     for fold in folds_of(atoms):
         if fold.kind != "copies":
             marks[fold.axis] = suspected(
