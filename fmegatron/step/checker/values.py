@@ -241,7 +241,7 @@ class Value:
         if not marks:
             return self
         gone = frozenset(marks)
-        kept = {axis: mark for axis, mark in self.marks.items() if axis not in gone}
+        kept = {axis: _less(mark, gone) for axis, mark in self.marks.items() if axis not in gone}
         kept.update((axis, mark) for axis, mark in marks.items() if mark is not None)
         unsure = [axis for axis, mark in marks.items() if isinstance(mark, (Suspect, Unknown, Wrong))]
         return replace(
@@ -257,6 +257,13 @@ class Value:
     def without(self, axes: Iterable[str]) -> Value:
         """Replicated over these axes."""
         return self.marked(dict.fromkeys(axes))
+
+
+def _less(mark: Mark, gone: frozenset[str]) -> Mark:
+    """A mark of what these axes, of which something else is known now, are no longer together with."""
+    if not isinstance(mark, Somewhere) or not gone.intersection(mark.group):
+        return mark
+    return mark._replace(group=tuple([axis for axis in mark.group if axis not in gone]))
 
 
 def portions(values: Sequence[Value], moved: bool = False, terms: bool = False) -> Mapping[str, str]:
