@@ -152,8 +152,8 @@ def _stacks_of(x, layout, share, sizes):
 
 
 def _stacked(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """x as matrices [k, *size]. One matrix gets a new dim: of a view to [1, m, n] no shape tells a check whether the
-    axes of the rows are those of m, or of that 1."""
+    """x as matrices [k, *size]. One matrix gets a new dim: shapes of a view to [1, m, n] leave open whether the axes
+    of the rows are those of m, or of that 1."""
     return x.unsqueeze(0) if tuple(x.shape) == size else x.reshape(-1, *size)
 
 

@@ -168,8 +168,8 @@ def _cut(rows: torch.Tensor, width: int) -> list[torch.Tensor]:
 def _declared(layout: Layout | None) -> Callable[[torch.Tensor], torch.Tensor]:
     """Rows in blocks [..., N // width, width], of which the axes of the last dim split the blocks and never a block.
 
-    Where a rank has one block (of each part), sizes leave open which, and a check could not tell the maximum of a block
-    from that of a rank's piece of one.
+    Where a rank has one block (of each part), sizes leave open which: to a check the maximum of a block may
+    be that of a rank's piece of one.
     """
     axes = [] if layout is None or not layout.shape else layout.axes(len(layout.shape) - 1)
     names = tuple(axis for axis in axes if layout is not None and layout.mesh[axis] > 1)
