@@ -224,6 +224,8 @@ def gated_rms_norm(
     z_C = x_C.to(wide) * F.silu(gate_C.to(wide))
     if groups > 1:
         z_GC = z_C.unflatten(-1, (groups // tp.size, -1))
+        at = ("sharded", z_GC.dim() - 2)  # one group of this rank leaves no trace in sizes, so it is declared
+        z_GC = ops.declare(z_GC, tp, at, at) if groups == tp.size else z_GC
         z_C = (z_GC * torch.rsqrt(z_GC.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     else:
         mean_1 = enter(psum(z_C.square().sum(-1, keepdim=True), tp), tp) / (z_C.shape[-1] * tp.size)

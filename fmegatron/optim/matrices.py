@@ -128,7 +128,7 @@ def _stacks_of(x, layout, share, sizes):
     """(the stacks of matrices of a leaf, the function from their results to the leaf)."""
     if layout is None:
         size = tuple(x.shape[-2:])
-        return _split_columns(_Stack(x.reshape(-1, *size), size, (_Cut(), _Cut()), (), ()), sizes, 1, x.shape)
+        return _split_columns(_Stack(_stacked(x, size), size, (_Cut(), _Cut()), (), ()), sizes, 1, x.shape)
     whole, size = layout.replace(flat=()), tuple(layout.shape[-2:])
     rows, columns = (_cut(layout, dim) for dim in (-2, -1))
     gathered = ()
@@ -145,10 +145,16 @@ def _stacks_of(x, layout, share, sizes):
         x = in_layout(x, layout, whole)
     leading = tuple(a for dim in range(len(layout.shape) - 2) for a in layout.axes(dim) if layout.mesh[a] > 1)
     shared = tuple(a for a in layout.mesh.names if a in gathered or (a in share and a in layout.replicated))
-    stack = _Stack(x.reshape(-1, *local[-2:]), size, (rows, columns), (*leading, *flat), shared)
+    stack = _Stack(_stacked(x, local[-2:]), size, (rows, columns), (*leading, *flat), shared)
     shape = local if gathered else tuple(x.shape)
     stacks, back = _split_columns(stack, sizes, layout.mesh.extent(columns.axes), shape)
     return stacks, (lambda ys: in_layout(back(ys), whole, layout)) if gathered else back
+
+
+def _stacked(x: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """x as matrices [k, *size]. One matrix gets a new dim: shapes of a view to [1, m, n] leave open whether the axes
+    of the rows are those of m, or of that 1."""
+    return x.unsqueeze(0) if tuple(x.shape) == size else x.reshape(-1, *size)
 
 
 def _cut(layout: Layout, dim: int) -> _Cut:

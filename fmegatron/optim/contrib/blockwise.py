@@ -5,12 +5,14 @@ the nearest code of a grid. The scales are an array with a layout of its own.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives import Axes, ops
 from fmegatron.layout import Layout, Split, split
 from fmegatron.optim.contrib.grids import Dynamic, Floating, Grid, Linear
 from fmegatron.optim.matrices import joined
@@ -63,7 +65,7 @@ class Blockwise:
         row, width = self._row_and_width(x, layout)
         rows = (x.sqrt() if self.root else x).reshape(*_lead(x, layout), row)
         codes, scales = [], []
-        for part in _cut(rows, width):
+        for part in map(_declared(layout), _cut(rows, width)):
             scale = part.abs().amax(-1)
             y = torch.where(scale.unsqueeze(-1) == 0, 0.0, part / scale.unsqueeze(-1))
             codes.append(self.grid.encode(y, not self.root).flatten(-2))
@@ -161,6 +163,19 @@ def _cut(rows: torch.Tensor, width: int) -> list[torch.Tensor]:
     if not rest:
         return [rows.unflatten(-1, (count, width))]
     return [rows[..., :-rest].unflatten(-1, (count, width)), rows[..., -rest:].unsqueeze(-2)]
+
+
+def _declared(layout: Layout | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows in blocks [..., N // width, width], of which the axes of the last dim split the blocks and never a block.
+
+    Where a rank has one block (of each part), sizes leave open which: to a check the maximum of a block may
+    be that of a rank's piece of one.
+    """
+    axes = [] if layout is None or not layout.shape else layout.axes(len(layout.shape) - 1)
+    names = tuple(axis for axis in axes if layout is not None and layout.mesh[axis] > 1)
+    if layout is None or not names or _is_flat(layout):
+        return lambda part: part
+    return lambda part: ops.declare(part, Axes(layout.mesh)[names], ("sharded", part.dim() - 2))
 
 
 def _is_flat(layout: Layout | None) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from fmegatron.step.checker.context import Scope, op_name, suspected
-from fmegatron.step.checker.dims import UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
+from fmegatron.step.checker.dims import NOWHERE, UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
 from fmegatron.step.checker.marks import excess_after, pending_after, strongest
 from fmegatron.step.checker.values import (
     NOTHING,
@@ -54,12 +55,14 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
     terms = _are_terms(node, kind, values)
     folded = any([atom.fold for dim in dims for atom in dim])
     portion = portions(values, kind in ("same", "beside"), kind == "sum") if kind in _LINEAR else NOTHING
-    if not (clash or counted or unclear or folded) and all([v.settled for v in values]):
+    twice = on_two_dims(dims)
+    if not (clash or counted or unclear or folded or twice) and all([v.settled for v in values]):
         return Value(tuple(dims), equal_terms=terms, portion=portion)
     out = Value(tuple(dims), equal_terms=terms, portion=portion)
     marks: dict[str, Mark | None] = {}
-    for axis in sorted(set().union(clash, counted, unclear, *(v.marks for v in values))):
-        marks[axis] = _over(scope, node, kind, values, out, axis, axis in clash, axis in counted, axis in unclear)
+    for axis in sorted(set().union(clash, counted, unclear, twice, *(v.marks for v in values))):
+        mark = _over(scope, node, kind, values, out, axis, axis in clash, axis in counted, axis in unclear)
+        marks[axis] = own_blocks(node, axis) if mark is None and axis in twice else mark
     if folded:
         dims, spoiled = _folds(scope, node, kind, values, dims)
         marks |= {axis: mark for axis, mark in spoiled.items() if not isinstance(marks.get(axis), Wrong)}
@@ -73,6 +76,20 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
     return replace(out, excess=_of_known(out, kept)).marked(
         {a: m for a, m in more.items() if not out.is_(a, Wrong, Unknown, Suspect)}
     )
+
+
+def on_two_dims(dims: Sequence[Dim]) -> frozenset[str]:
+    """Axes that shard more than one of these dims: of all pairs of two parts each rank has those of its own."""
+    sharding = [axes for dim in dims if (axes := over(dim))]
+    if len(sharding) < 2:
+        return NOWHERE
+    return frozenset([a for a in frozenset().union(*sharding) if sum([a in axes for axes in sharding]) > 1])
+
+
+def own_blocks(node: Node, axis: str) -> Suspect:
+    """The mark of a value with one axis on two dims. A blockwise algorithm may add what the other blocks give."""
+    what = f"both operands are sharded over {axis!r}, on dims that both stay: of all pairs a rank has those of its own"
+    return suspected(node, what, f"all_gather one of them over {axis!r} first")
 
 
 def _are_terms(node: Node, kind: str, values: Sequence[Value]) -> bool:
@@ -100,49 +117,85 @@ def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Ma
     if any(isinstance(m, Varying) for m in given):
         return Varying()
     if unclear:
-        return scope.unknown(node, "dims that are made of other factors; which elements meet cannot be told")
-    vague = [m for m in given if isinstance(m, Somewhere)]
+        return scope.vague(node, "dims that are made of other factors; which elements meet cannot be told")
+    vague = any([isinstance(m, Somewhere) for m in given])
     if clashes and not vague:
         states = " and ".join(sorted({v.state(axis) for v in values if v.dims}))
         states += "" if " and " in states else ", but in another order of axes"
         return Wrong(node, f"combines values that are {states}", "gather the one, or shard the other")
     if counted:
         return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
-    if not vague or out.shards(axis):
-        return None
-    return _narrowed(scope, node, vague, values, out, axis)
+    return _narrowed(scope, node, kind, values, out, axis) if vague else None
 
 
-def _narrowed(scope, node, vague: list[Somewhere], values: Sequence[Value], out: Value, axis: str) -> Mark:
-    """Sharded on a dim that all operands allow: one along which a replicated operand is as large is none of them. Of
-    one element on each rank it may be: there a replicated one is broadcast."""
-    shifts = [len(out.dims) - len(v.dims) for v in values if v.is_(axis, Somewhere)]
-    allowed = [{d + s for d in m.dims} for m, s in zip(vague, shifts, strict=True) if m.dims is not None]
-    whole = [v for v in values if v.replicated(axis)]
-    if not allowed:
-        as_large = any(_as_large(v, out) for v in whole)
-        left = {d for d, dim in enumerate(out.dims) if size_of(dim) == 1} if as_large else set()
-        lost = as_large and not left
-    else:
-        filled_by = {d for v in whole for d in range(len(out.dims)) if _fills(v, d, out)}
-        left = set.intersection(*allowed) - filled_by
-        lost = not left
-    if lost and any(m.or_sum for m in vague):
-        return scope.unknown(node, "combines a replicated value and one that is sharded or a pending sum")
-    if lost:
+def _narrowed(scope: Scope, node: Node, kind: str, values: Sequence[Value], out: Value, axis: str) -> Mark | None:
+    """Of values of which shapes leave open which dim the axis shards, what all readings leave that one rank could
+    compute: there a dim that is split here is as large as what it meets."""
+    vague = [m for v in values if isinstance(m := v.marks.get(axis), Somewhere)]
+    if any([m.or_sum or m.reduced for m in vague]):
+        return _reduced_or_not(scope, node, kind, values, vague, axis)
+    outcomes = _outcomes(values, out, axis, scope.mesh[axis])
+    if not outcomes:
         return Wrong(node, "combines values that are replicated and sharded", "gather the one, or shard the other")
-    dims = tuple(sorted(left)) if left else None
-    return vague[0]._replace(dims=dims, or_sum=all(m.or_sum for m in vague), reduced=any(m.reduced for m in vague))
+    if all([len(dims) > 1 for dims in outcomes]):
+        return own_blocks(node, axis)
+    if any([len(dims) != 1 for dims in outcomes]):
+        return scope.vague(node, "combines values on dims of which shapes do not tell whether both are sharded")
+    found = tuple(sorted(set().union(*outcomes)))
+    return None if out.shards(axis) == list(found) else vague[0]._replace(dims=found)
 
 
-def _fills(value: Value, d: int, out: Value) -> bool:
-    """Whether a value is as large as the result along a dim, and not constant along it."""
-    own = d - len(out.dims) + len(value.dims)
-    return (
-        own >= 0
-        and size_of(value.dims[own]) == size_of(out.dims[d]) > 1
-        and all(atom.axes is not UNIFORM for atom in value.dims[own])
-    )
+def _outcomes(values: Sequence[Value], out: Value, axis: str, ranks: int) -> set[frozenset[int]]:
+    """The dims of the result that the axis shards, in each reading that one rank could compute; no dim: a broadcast
+    of one element of each rank as if it were one element of all."""
+    shifts = [len(out.dims) - len(v.dims) for v in values]
+    options = [
+        [None] if v.replicated(axis) else [d + shift for d in may_shard(v, axis)]
+        for v, shift in zip(values, shifts, strict=True)
+    ]
+    found = set()
+    for reading in itertools.product(*options):
+        states = [
+            [_at(v, d - shift, one == d) for v, shift, one in zip(values, shifts, reading, strict=True)]
+            for d in range(len(out.dims))
+        ]
+        spread = [d for d, at in enumerate(states) if ("cut", 1) in at and ("whole", ranks) in at]
+        mixed = [d for d, at in enumerate(states) if len({one for one in at if one[0] in ("cut", "whole")}) > 1]
+        if not mixed:
+            found.add(frozenset([d for d, at in enumerate(states) if any([state == "cut" for state, _ in at])]))
+        elif mixed == spread:
+            found.add(frozenset())
+    return found
+
+
+def may_shard(x: Value, axis: str) -> Sequence[int]:
+    """The dims that an axis shards, or may shard."""
+    mark = x.marks.get(axis)
+    if not isinstance(mark, Somewhere):
+        return x.shards(axis)
+    return range(len(x.dims)) if mark.dims is None else mark.dims
+
+
+def _at(x: Value, dim: int, cut: bool) -> tuple[str, int]:
+    """What an operand has at a dim, and its local size: ranks' parts, all of it, or what fits anything."""
+    size = 1 if dim < 0 else size_of(x.dims[dim])
+    if cut:
+        return "cut", size
+    return ("any" if size == 1 or all([atom.axes is UNIFORM for atom in x.dims[dim]]) else "whole"), size
+
+
+def _reduced_or_not(scope, node, kind, values, vague: list[Somewhere], axis: str) -> Mark:
+    """Of what may be a pending reduction, or sharded: linear ops with what all ranks have keep it."""
+    first, others = vague[0], [v for v in values if not v.is_(axis, Somewhere)]
+    alone = len(vague) == 1 and all([v.replicated(axis) for v in others])
+    same = {(m.or_sum, m.reduced) for m in vague} == {(first.or_sum, first.reduced)}
+    sums = first.or_sum or first.reduced == "sum"
+    kept = kind == "same" or (sums and kind == "product" and alone)
+    kept |= sums and kind == "quotient" and alone and values[0].is_(axis, Somewhere)
+    kept |= sums and kind in ("sum", "beside") and same and all([v.constant == 0 for v in others])
+    if kept:
+        return first._replace(dims=None)
+    return scope.vague(node, "uses a value that is sharded or a pending reduction: shapes do not tell which")
 
 
 def _first(node: Node, kind: str, values: Sequence[Value], axis: str) -> Mark:
@@ -188,13 +241,6 @@ def _is_zero(node: Node, kind: str, values: Sequence[Value]) -> bool:
     return any(v.constant == 0 for v in factors)
 
 
-def _as_large(value: Value, out: Value) -> bool:
-    """Whether no dim of it is broadcast (where one is, the shard may be on that dim) nor constant along itself."""
-    if [size_of(d) for d in value.dims] != [size_of(d) for d in out.dims]:
-        return False
-    return not any(atom.axes is UNIFORM for dim in value.dims for atom in dim)
-
-
 # ---- contractions ----------------------------------------------------------------------------------------------------
 def contraction(scope: Scope, node: Node, a: Value, b: Value, batch: int) -> Value:
     """a[..batch, m, k] @ b[..batch, k, n]; a or b may lack m or n (vectors).
@@ -212,8 +258,7 @@ def contraction(scope: Scope, node: Node, a: Value, b: Value, batch: int) -> Val
     summed = over(atom for dim in (k.dim, a.dims[-1], b.dims[batch]) for atom in dim)
     folds = folds_of(a.dims[-1]) + folds_of(b.dims[batch])
     if not (clash or counted or unclear or summed or folds or a.marks or b.marks or a.excess or b.excess):
-        twice = [axis for axis in (a.sharded & b.sharded) if len(out.shards(axis)) > 1]
-        if not twice:
+        if not on_two_dims(dims):
             return out
     marks: dict[str, Mark | None] = {}
     for axis in sorted(a.axes() | b.axes() | counted | {fold.axis for fold in folds}):
@@ -244,15 +289,12 @@ def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, su
     if any(isinstance(m, (Varying, First)) for m in given):
         return scope.unknown(node, "multiplies a pending sum by a value that varies") if pending else Varying()
     if any(isinstance(m, Somewhere) for m in given) and not pending:
-        # Known to be sharded on the dim that is summed, or (without a batch dim) both must be sharded there.
-        if axis in summed or (batch == 0 and {a.state(axis), b.state(axis)} == {"sharded"}):
-            return Pending("sum", node)
-        return Somewhere(or_sum=all(isinstance(m, Somewhere) for m in given))
+        return _contracted_readings(scope, node, a, b, batch, out, axis)
     if axis in clash:
         what = f"contracts values that are {a.state(axis)} and {b.state(axis)}"
         return Wrong(node, what, f"all_gather the sharded one over {axis!r}, or shard the other")
     if axis in unclear:
-        return scope.unknown(node, "contracts dims of which it cannot be told which elements meet")
+        return scope.vague(node, "contracts dims of which it cannot be told which elements meet")
     if axis in counted:
         return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
     if pending:
@@ -265,10 +307,61 @@ def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, su
         return Wrong(node, what, "reduce first", pending[0].birth)
     if axis in summed:
         return Pending("sum", node)
-    if len(out.shards(axis)) > 1:
-        return Wrong(node, "both operands are sharded over the same axis, on dims that both stay",
-                   f"all_gather one of them over {axis!r} first")  # fmt: skip
-    return None
+    return own_blocks(node, axis) if len(out.shards(axis)) > 1 else None
+
+
+def _contracted_readings(
+    scope: Scope, node: Node, a: Value, b: Value, batch: int, out: Value, axis: str
+) -> Mark | None:
+    """What the readings leave that one rank could compute: the dim that is summed is split in both, or in neither."""
+    for x, other in ((a, b), (b, a)):
+        mark = x.marks.get(axis)
+        if isinstance(mark, Somewhere) and (mark.or_sum or mark.reduced):
+            if other.replicated(axis) and (mark.or_sum or mark.reduced == "sum"):
+                return mark._replace(dims=None)
+            return scope.vague(node, "multiplies a value that is sharded or a pending reduction")
+    k = len(a.dims) - 1
+    meets = {d: d for d in range(batch)} | {k: batch}
+    rest = range(batch + 1, len(b.dims))
+    of_b = {d: batch + len(a.dims[batch:-1]) + i for i, d in enumerate(rest)}  # where dims of b are in the result
+    outcomes: set[tuple[int, ...] | str] = set()
+    for one, other in itertools.product(*[[None] if x.replicated(axis) else may_shard(x, axis) for x in (a, b)]):
+        shared = {
+            d for d, e in meets.items() if (one == d) != (other == e) and not _fits_any(a, b, d, e, one == d, axis)
+        }
+        if shared:
+            continue
+        dims = {one} if one is not None and one != k else set()
+        dims |= {other if other < batch else of_b[other]} if other is not None and other != batch else set()
+        outcomes.add("sum" if one == k or other == batch else tuple(sorted(dims)))
+    if not outcomes:
+        return Wrong(node, f"contracts values that are {a.state(axis)} and {b.state(axis)}",
+                     f"all_gather the sharded one over {axis!r}, or shard the other")  # fmt: skip
+    if outcomes == {"sum"} or (batch == 0 and "sum" in outcomes and {a.state(axis), b.state(axis)} == {"sharded"}):
+        return Pending("sum", node)
+    if all([one != "sum" and len(one) > 1 for one in outcomes]):
+        return own_blocks(node, axis)
+    if any([one != "sum" and len(one) > 1 for one in outcomes]):
+        return scope.vague(node, "multiplies values on dims of which shapes do not tell whether both are sharded")
+    dims = tuple(sorted({one[0] for one in outcomes if isinstance(one, tuple) and isinstance(one[0], int)}))
+    if "sum" not in outcomes and out.shards(axis) == list(dims):
+        return None
+    groups = {m.group for x in (a, b) if isinstance(m := x.marks.get(axis), Somewhere)}
+    group = groups.pop() if len(groups) == 1 else ()
+    return Somewhere(None if "sum" in outcomes else dims, group, or_sum="sum" in outcomes)
+
+
+def _fits_any(a: Value, b: Value, d: int, e: int, a_is_cut: bool, axis: str) -> bool:
+    """Whether the operand that is not split at a dim that both have is constant along it, or may be: along one element
+    of each rank."""
+    cut, dim = (a.dims[d], b.dims[e]) if a_is_cut else (b.dims[e], a.dims[d])
+    return bool(dim) and (all([atom.axes is UNIFORM for atom in dim]) or _one_each(cut, axis))
+
+
+def _one_each(dim: Dim, axis: str) -> bool:
+    """Whether what the axis shards in a dim is one element on each rank, which leaves no trace in sizes."""
+    sharded = [atom.size for atom in dim if axis in atom.sharded]
+    return bool(sharded) and max(sharded) == 1
 
 
 def settled(scope: Scope, node: Node, x: Value, k: int, other: Value, other_k: int, batch: int) -> Value:
@@ -285,8 +378,14 @@ def settled(scope: Scope, node: Node, x: Value, k: int, other: Value, other_k: i
             continue
         left = [d for d in mark.dims if d not in meets or meets[d] in other.shards(axis)]
         sure = [d for d in left if d in meets]
-        if len(sure or left) == 1:
-            x = placed(x, mark.group, (sure or left)[0])
+        told = len(left) == 1 or not any([_one_each(other.dims[meets[d]], axis) for d in sure])
+        if len(sure) == 1 and told:  # as the other one is, whatever factors it is made of
+            x = x.without(mark.group or (axis,))
+            d = sure[0]
+            dims = [met(dim, other.dims[meets[d]]).dim if e == d else dim for e, dim in enumerate(x.dims)]
+            x = x.with_dims(dims)
+        elif len(left) == 1:
+            x = placed(x, mark.group, left[0])
     if x is not before:
         for source in node.all_input_nodes:
             if scope.values.get(source) is before:
@@ -301,3 +400,15 @@ def placed(x: Value, axes: tuple[str, ...], dim: int) -> Value:
     dims = list(x.dims)
     dims[dim] = canonical((Atom(first.size, axes + (first.axes or ()), first.cuts, first.inner, first.runs), *rest))
     return replace(x, dims=tuple(dims))
+
+
+def not_on(x: Value, dim: int, axes: Iterable[str]) -> Value:
+    """x with what it leaves open of these axes less one dim, which it is known not to be."""
+    for axis in axes:
+        if not isinstance(mark := x.marks.get(axis), Somewhere) or mark.dims is None:  # any, or placed by now
+            continue
+        if len(left := tuple(d for d in mark.dims if d != dim)) == 1 and mark.group:
+            x = placed(x, mark.group, left[0])
+        else:
+            x = replace(x, marks={**x.marks, axis: mark._replace(dims=left or None)})
+    return x

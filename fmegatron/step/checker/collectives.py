@@ -32,6 +32,7 @@ from fmegatron.step.checker.dims import (
     filled_in,
     folds_of,
     interleaved,
+    joined,
     order_of,
     over,
     plain,
@@ -213,7 +214,7 @@ def _dim_cut(
     for fold in folds:
         what = f"takes parts of what {op_name(fold.node)} brought together"
         x = x.marked({fold.axis: suspected(node, what, "reduce it along the dim first")})
-    whole = canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms))
+    whole = joined(canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms)))
     dims = list(x.dims)
     if true is not None:
         room = sum(split.rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
@@ -260,7 +261,7 @@ def _unflattened(scope: Scope, node: Node, x: Value, block: tuple[int, ...], fir
 
 def _without_padding(x: Value, dim: int, size: int, parts: tuple[int, ...], true: tuple[int, ...] | None) -> Value:
     """A gathered dim, of which a place with padding (`true`) leaves out all but `size`."""
-    atoms = x.dims[dim]
+    atoms = joined(x.dims[dim])
     if true is None or size_of(atoms) == size:
         return x
     first = atoms[0] if len(atoms) == 1 else Atom(size, order_of(atoms))
@@ -297,6 +298,8 @@ def _dim_gathered(
             if mark.dims is not None and dim not in mark.dims:
                 text = f"all_gather of {what} of a value that is sharded on one of the dims {mark.dims}"
                 marks[axis] = Wrong(node, text, "gather the dim that the axis shards")
+            elif mark.reduced:
+                marks[axis] = scope.unknown(node, f"all_gather of {what} of what may be a pending {mark.reduced}")
         elif loose and isinstance(mark, Pending) and mark.kind in ("sum", "max", "min"):
             terms[axis] = Fold(mark.kind, axis, node)
         elif loose and mark is None and not x.shards(axis):
@@ -346,7 +349,7 @@ def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, spl
     marks: dict[str, Mark | None] = {}
     terms: dict[str, Fold] = {}
     for axis in axes:
-        mark, held = x.marks.get(axis), any(axis in (atom.axes or ()) for atom in x.dims[concat_dim][:1])
+        mark, held = x.marks.get(axis), any(axis in (atom.axes or ()) for atom in joined(x.dims[concat_dim])[:1])
         marks[axis] = left_of(mark)
         constant = mark is None and constant_along(x.dims[concat_dim])
         if isinstance(mark, Varying):
@@ -364,7 +367,7 @@ def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, spl
     if terms:
         dims[concat_dim] = (*beside(scope.mesh, axes, terms), *x.dims[concat_dim])
     else:
-        dims[concat_dim] = canonical(_whole_again(x.dims[concat_dim], axes, n))
+        dims[concat_dim] = canonical(_whole_again(joined(x.dims[concat_dim]), axes, n))
     out = _dim_cut(scope, node, whole.with_dims(dims), split_dim, axes, ())
     marks = {axis: mark for axis, mark in marks.items() if mark is not None}
     return out.marked(marks)

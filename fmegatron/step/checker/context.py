@@ -139,6 +139,7 @@ class Scope:
     levels: dict[tuple, dict[torch.fx.Node, int]] = field(default_factory=dict)  # see `corrects`
     pieces: dict[Any, torch.fx.Graph | None] = field(default_factory=dict)  # what ops are made of
     depth: int = 0  # of ops that are made of others
+    views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
 
     def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
         """Note a finding at a node, when what came of it has arrived at an output."""
@@ -150,6 +151,11 @@ class Scope:
         """The mark of what no rule can decide from a node on; own: as in `Unknown`."""
         reason = Reason(line_of(node), op_name(node), why, fix)
         return Unknown(frozenset((self.reasons.setdefault(reason, len(self.reasons)),)), own)
+
+    def vague(self, node: torch.fx.Node, why: str, fix: str = GO_ON) -> Unknown:
+        """The mark of what an op does to a value of which shapes leave open on which dim it is sharded. The gradient of
+        a linear op shows nothing of that value, so what is open of a loss is open of its gradient."""
+        return self.unknown(node, why, fix)._replace(gradient=True)
 
     def reason(self, origin: int) -> Reason:
         """The reason of that number."""

@@ -134,12 +134,11 @@ def canonical(dim: Dim) -> Dim:
         if atom.size == 1 and not atom.sharded:
             continue
         last = out[-1] if out else None
-        if last and atom.axes == () and last.axes is not UNIFORM and last.plain and atom.plain:
+        alone = last is not None and last.size == 1 and bool(last.axes)  # a view may give it a dim of its own again
+        if last and atom.axes == () and last.axes is not UNIFORM and last.plain and atom.plain and not alone:
             cuts = frozenset(c * atom.size for c in last.cuts)
             counted = atom.counted and last.counted
             out[-1] = Atom(last.size * atom.size, last.axes, cuts, counted=counted)
-        elif last and last.size == 1 and last.axes and last.plain and atom.axes is not UNIFORM and atom.plain:
-            out[-1] = atom._replace(axes=(*last.axes, *(atom.axes or ())), counted=False)
         elif last and atom.axes is UNIFORM and last.axes is UNIFORM and atom.plain and last.plain:
             out[-1] = Atom(last.size * atom.size, UNIFORM)
         else:
@@ -147,8 +146,22 @@ def canonical(dim: Dim) -> Dim:
     return tuple(out)
 
 
+def joined(dim: Dim) -> Dim:
+    """The same with a shard of one element and what follows as one atom: where a dim is cut, gathered or compared. A
+    view has to know them apart, to give each what was its own."""
+    out: list[Atom] = []
+    for atom in dim:
+        last = out[-1] if out else None
+        if last and last.size == 1 and last.axes and last.plain and atom.axes is not UNIFORM and atom.plain:
+            out[-1] = atom._replace(axes=(*last.axes, *(atom.axes or ())), counted=False)
+        else:
+            out.append(atom)
+    return tuple(out)
+
+
 def interleaved(dim: Dim) -> Dim:
     """k of what is not sharded, times what is: the same as one atom in k parts, each sharded on its own."""
+    dim = joined(dim)
     if len(dim) != 2 or dim[0].axes != () or not dim[1].axes or not (dim[0].plain and dim[1].plain):
         return dim
     (k, _, _, *_), minor = dim[0], dim[1]
@@ -182,6 +195,7 @@ def divided(atom: Atom, major: int) -> tuple[Atom, Atom] | None:
 
 def cut(dim: Dim, axes: tuple[str, ...], n: int) -> Dim:
     """What is left of a dim on each of n ranks along `axes`, which take its parts in order."""
+    dim = joined(dim)
     first = dim[0] if dim else Atom(1, ())
     alone = first.size == n and over(dim[1:])  # one element of it is left, which would be taken for the next atom's
     if first.plain and not first.cuts and first.axes is not UNIFORM and first.size % n == 0 and not alone:
@@ -196,7 +210,7 @@ def met(a: Dim, b: Dim) -> Meeting:
     if size_of(a) != size_of(b):
         if size_of(a) == 1 or size_of(b) == 1:  # a shard of one element, broadcast along the other
             small, large = (a, b) if size_of(a) == 1 else (b, a)
-            return Meeting(large, unclear=NOWHERE if order_of(small) == order_of(large) else over(small))
+            return Meeting(large, unclear=over(small))
         raise Misfit(f"dims that meet: sizes {size_of(a)} and {size_of(b)}")
     return _aligned(a, b) or _aligned(interleaved(a), interleaved(b)) or _not_aligned(a, b)
 
@@ -263,9 +277,21 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
     three parts of width, or of one of several heads.
     """
     flat, out, lost = [atom for dim in dims for atom in dim], [], {}
+    sizes, total = [size_of(dim) for dim in dims], len(flat)
     for at, wanted in enumerate(shape):
         dim: list[Atom] = []
-        if wanted == 1 and flat and flat[0].size == 1:
+        taken = sum([len(one) for one in dims[:at]]) == total - len(flat)
+        one = bool(dims[at : at + 1] and dims[at]) and dims[at][-1].size == 1  # a new dim may be its
+        new = list(shape[at + 1 : at + 2]) == [1] != sizes[at + 1 : at + 2]
+        if wanted > 1 and taken and sizes[: at + 1] == list(shape[: at + 1]) and not (one and new):
+            dim, wanted = list(dims[at]), 1  # as it was
+            del flat[: len(dim)]
+        elif wanted == 1 and (same := _same_one(dims, shape, at)) is not None:
+            dim = list(dims[same])
+            del flat[: len(dim)]
+        elif wanted == 1 and flat and flat[0].size == 1 and flat[0].plain and len(ones := _ones(dims, shape, at)) > 1:
+            lost[flat.pop(0).axes or ()] = ones
+        elif wanted == 1 and flat and flat[0].size == 1:
             dim.append(flat.pop(0))
         elif wanted == 1 and flat and flat[0].sharded and flat[0].plain and not flat[0].cuts:
             # One of several shards of (heads, width) is (1, width): the new dim may be the one that is sharded.
@@ -281,8 +307,10 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
             if not flat:
                 return None
             atom = flat.pop(0)
-            if atom.size == 1:
-                lost |= {(axis,): None for axis in atom.sharded}
+            if atom.size == 1 and atom.plain and not dim and at:  # it ends the dim before this one, or begins it
+                lost[atom.axes or ()] = (at - 1, at)
+            elif atom.size == 1:
+                dim.append(atom)
             elif wanted % atom.size == 0:
                 dim.append(atom)
                 wanted //= atom.size
@@ -301,7 +329,28 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
         out.append(canonical(tuple(dim)))
     if any(atom.size > 1 for atom in flat):
         return None
+    if flat and out:
+        out[-1] = canonical((*out[-1], *flat))
+        flat = []
     return Viewed(out, lost | {(axis,): None for axis in over(flat)})
+
+
+def _ones(dims: Sequence[Dim], shape: Sequence[int], at: int) -> tuple[int, ...]:
+    """The dims that a shard of one element may be: those of one element from this one on; where there were more of
+    them, the one behind them, too."""
+    sizes, place = [size_of(dim) for dim in dims], math.prod(shape[:at])
+    before, behind = ([d for d, n in enumerate(of) if n == 1 and math.prod(of[:d]) == place] for of in (sizes, shape))
+    ones = tuple(d for d in behind if d >= at)
+    return ones if len(before) <= len(behind) or ones[-1] + 1 >= len(shape) else (*ones, ones[-1] + 1)
+
+
+def _same_one(dims: Sequence[Dim], shape: Sequence[int], at: int) -> int | None:
+    """The dim of one element that this one was, where as many of them are in a row at its place as before."""
+    sizes = [size_of(dim) for dim in dims]
+    before, behind = (
+        [d for d, n in enumerate(of) if n == 1 and math.prod(of[:d]) == math.prod(shape[:at])] for of in (sizes, shape)
+    )
+    return before[behind.index(at)] if len(before) == len(behind) else None
 
 
 def _behind(shape: Sequence[int], at: int) -> int | None:

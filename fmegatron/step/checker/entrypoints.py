@@ -288,7 +288,7 @@ def _difference(scope: Scope, value: Value, want: Value, axis: str, node: Node, 
     if isinstance(mark, (Varying, First)) and wanted != "replicated":
         return scope.unknown(node, "it depends on the rank's index, and no rule knows how the parts make up the whole",
                              f"declare(x, axis, forward=...) says it. {GO_ON}")  # fmt: skip
-    if isinstance(mark, Somewhere) and mark.or_sum:
+    if isinstance(mark, Somewhere) and (mark.or_sum or mark.reduced):
         return scope.unknown(node, "it is sharded on a dim that shapes do not tell, or a pending sum")
     fold = next((f for dim in value.dims for f in folds_of(dim) if f.axis == axis), None)
     if fold is not None:
@@ -298,6 +298,8 @@ def _difference(scope: Scope, value: Value, want: Value, axis: str, node: Node, 
     if (padding := at_output(scope, node, value, want, axis, path)) is not None:
         return padding
     dims = want.shards(axis)
+    if isinstance(mark, Somewhere) and dims and not mark.may_be(dims[0]):
+        return scope.unknown(node, f"the output {path} is sharded on a dim that shapes do not tell")
     if got == wanted and dims:
         mark = _placement(scope, value, want, axis, node, path, dims[0])
         if mark is not None:

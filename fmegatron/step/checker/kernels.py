@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from fmegatron.step.checker.arithmetic import contraction, elementwise, settled
+from fmegatron.step.checker.arithmetic import contraction, elementwise, not_on, placed, settled
 from fmegatron.step.checker.context import Rule, Rules, Scope, op_name, shape_of
-from fmegatron.step.checker.dims import UNIFORM, Atom, over, plain, size_of
+from fmegatron.step.checker.dims import UNIFORM, Atom, Dim, over, plain, size_of, viewed
 from fmegatron.step.checker.marks import raised
 from fmegatron.step.checker.reductions import along, reduction
 from fmegatron.step.checker.values import Mark, Pending, Somewhere, Suspect, Value, counted, filled
+from fmegatron.step.graph.nodes import node_of
 
 Node = torch.fx.Node
 _ATTENTION = tuple(
@@ -52,6 +53,8 @@ def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
 def _located(scope: Scope, node: Node, given: dict) -> list[Value]:
     """Queries, keys and values; what one of them shows of dims that shapes leave open holds for the others."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
+    if (mask := _mask_of(given)) is not None and size_of(mask.dims[-1]) > 1 and not _constant_somewhere(mask.dims[-1]):
+        k, v = (not_on(t, 2, [a for a in t.may_shard(2) if mask.replicated(a)]) for t in (k, v))  # all of T is there
     for _ in range(2):
         k, v = (settled(scope, node, t, 3, q, 3, 2) for t in (k, v))
         q = settled(scope, node, q, 3, k, 3, 2)
@@ -73,9 +76,32 @@ def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | No
     out = elementwise(scope, node, "product", [_heads(g, q), rest])
     count = len(node.meta["val"])
     rows = over(q.dims[2]) - over(k.dims[2])  # each rank has queries of its own, and all keys
-    grads = [replace(out, dims=t.dims).marked({**_vague(t), **out.marks}) for t in (q, k, v)]
+    grads = [_as_it_lies(scope, node, t, out).marked({**_vague(t), **out.marks}) for t in (q, k, v)]
     pending = {axis: Pending("sum", node) for axis in rows if axis not in out.marks}
     return [grads[0], *(g.marked(pending) for g in grads[1:])] + [None] * (count - 3)
+
+
+def _as_it_lies(scope: Scope, node: Node, t: Value, out: Value) -> Value:
+    """The gradient of queries, keys or values: it lies as they do; along batch and heads on which they are constant
+    (expanded, one for all heads) as the output does, for there it is not."""
+    rows, heads, *ends = t.dims
+    marks: dict[str, Mark] = {}
+    if _constant_somewhere(heads):
+        split = viewed((out.dims[1],), (size_of(heads), size_of(out.dims[1]) // size_of(heads)))
+        if split is None or split.lost:
+            marks = {
+                axis: scope.vague(node, "heads of which shapes do not tell what they share")
+                for axis in over(out.dims[1])
+            }
+        else:
+            marks = {axis: Pending("sum", node) for axis in over(split.dims[1])}
+        heads = plain(size_of(heads)) if split is None else split.dims[0]
+    ends = [plain(size_of(dim)) if _constant_somewhere(dim) else dim for dim in ends]
+    return replace(out, dims=(out.dims[0] if _constant_somewhere(rows) else rows, heads, *ends)).marked(marks)
+
+
+def _constant_somewhere(dim: Dim) -> bool:
+    return any([atom.axes is UNIFORM for atom in dim])
 
 
 def _vague(t: Value) -> dict[str, Mark]:
@@ -85,12 +111,16 @@ def _vague(t: Value) -> dict[str, Mark]:
 
 def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
     """Queries with what is known of the rows of their mask [.., S, T]; all of T is there, as of keys."""
-    mask = given.get("attn_mask", given.get("attn_bias"))
+    mask = _mask_of(given)
     if mask is None:
         return q
     mask = along(scope, node, mask, len(mask.dims) - 1, "attention mask")
     rows = elementwise(scope, node, "function", [q.with_dims((*q.dims[:3], ())), mask.with_dims((*mask.dims[:-1], ()))])
     return replace(q, dims=rows.dims).marked(rows.marks)
+
+
+def _mask_of(given: dict) -> Value | None:
+    return given.get("attn_mask", given.get("attn_bias"))
 
 
 def _heads(t: Value, q: Value) -> Value:
@@ -126,6 +156,50 @@ def norm_backward(scope: Scope, node: Node, given: dict) -> list[Value | None]:
 
 def _of(scope: Scope, node: Node, *values: Value) -> Value:
     return elementwise(scope, node, "function", values)
+
+
+def group_norm(scope: Scope, node: Node, given: dict) -> list[Value] | None:
+    """native_group_norm of sharded channels: whether the number of groups is that of a rank or of all, no shape tells.
+    None (it is taken apart) where channels are whole."""
+    x = given["input"]
+    axes = over(x.dims[1]) | x.may_shard(1)
+    if not axes:
+        return None
+    more = [
+        v.with_dims((*v.dims, *((),) * (len(x.dims) - 2))) for k in ("weight", "bias") if (v := given[k]) is not None
+    ]
+    for dim in range(2, len(x.dims)):
+        x = along(scope, node, x, dim, "a group norm")
+    why = "groups of sharded channels: whether their number is that of a rank cannot be told"
+    out = elementwise(scope, node, "function", [x, *more])
+    out = out.marked({axis: scope.vague(node, why) for axis in axes if axis not in out.marks})
+    rows = out.with_dims((out.dims[0], plain(given["group"])))
+    return [out, rows, rows]
+
+
+def batch_norm(scope: Scope, node: Node, given: dict) -> None:
+    """Taken apart. Of [1, rows * channels, ...], as an instance norm views it, the second dim is the sharded one: if it
+    were the first, each rank would take statistics over what is a row of its own."""
+    source = node_of(node.args[0])
+    x = scope.values[source]
+    for axis in x.having(Somewhere):
+        mark = x.marks.get(axis)
+        if isinstance(mark, Somewhere) and mark.dims == (0, 1) and not mark.reduced and size_of(x.dims[0]) == 1:
+            x = scope.values[source] = placed(x, mark.group or (axis,), 1)
+
+
+def shuffled(scope: Scope, node: Node, given: dict) -> Value | None:
+    """pixel_shuffle, channel_shuffle of sharded channels, by a number that may not divide a rank's. None where they
+    are whole."""
+    x, at = given["self"], len(given["self"].dims) - 3 if op_name(node).startswith("pixel") else 1
+    axes = over(x.dims[at]) | x.may_shard(at)
+    if not axes:
+        return None
+    for dim in range(at + 1, len(x.dims)):
+        x = along(scope, node, x, dim, op_name(node))
+    why = "factors of sharded channels: whether they divide those of a rank cannot be told"
+    out = elementwise(scope, node, "same", [x]).marked({a: scope.vague(node, why) for a in axes if a not in x.marks})
+    return out.with_dims((*out.dims[:at], *map(plain, shape_of(node)[at:])))
 
 
 def _whole_end(scope: Scope, node: Node, given: dict) -> Value:
@@ -344,6 +418,11 @@ RULES: Rules = MappingProxyType(
     | dict.fromkeys((f"{kernel}_backward" for kernel in _ATTENTION), attention_backward)
     | dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), norm)
     | dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), norm_backward)
+    | dict.fromkeys(
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional".split(), batch_norm
+    )
+    | {"native_group_norm": group_norm}
+    | dict.fromkeys("pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle".split(), shuffled)
     | {"nll_loss_forward": nll_loss, "nll_loss_backward": nll_loss_backward}
     | dict.fromkeys(_SQUARE.split(), on_last(2))
     | dict.fromkeys(_POOLS.split(), on_last(2, "same"))

@@ -16,7 +16,7 @@ import torch
 
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import Rules, Scope, op_name, shape_of, suspected
-from fmegatron.step.checker.dims import Atom, Dim, canonical, met, over, plain, size_of
+from fmegatron.step.checker.dims import Atom, Dim, canonical, joined, met, over, plain, size_of
 from fmegatron.step.checker.marks import strongest
 from fmegatron.step.checker.reductions import along, reduction
 from fmegatron.step.checker.values import (
@@ -45,10 +45,12 @@ def looked_up(
     after: Callable[[tuple[Dim, ...]], tuple[Dim, ...]],
 ) -> Value:
     """x indexed along `dims` by `index` (several indices as one); after(dims of x) -> dims of the result."""
-    if len(dims) == 1 and index.index_of and len(x.dims[dims[0]]) == 1:
+    if len(dims) == 1 and index.index_of and len(joined(x.dims[dims[0]])) == 1:
         if size_of(x.dims[dims[0]]) == scope.mesh.extent(index.index_of):
             return _own_part(scope, node, x, dims[0], index)
     sharding = over(atom for d in dims for atom in x.dims[d])
+    for axis in sorted(frozenset().union(*(x.may_shard(d) for d in dims))):
+        x = x.marked({axis: scope.vague(node, "indexes a dim that may be sharded: shapes do not tell")})
     marks: dict[str, Mark | None] = {}
     for axis in sorted(sharding | set(x.marks) | set(index.marks)):
         marks[axis] = _looked_up(scope, node, x, index, axis, axis in sharding)
@@ -100,7 +102,7 @@ def _own_part(scope: Scope, node: Node, x: Value, dim: int, index: Value) -> Val
     marks |= {f.axis: scope.unknown(node, "takes one of what a collective brought together") for f in fold}
     out = x.marked(marks)
     dims = list(out.dims)
-    before = (out.dims[dim][0].axes or ()) if out.dims[dim] else ()
+    before = (joined(out.dims[dim])[0].axes or ()) if out.dims[dim] else ()
     dims[dim] = (Atom(1, before + tuple(a for a in axes if marks[a] is None)),)
     return replace(out, dims=tuple(dims))
 

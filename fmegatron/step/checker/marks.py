@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.collectives import kinds, table
 from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.values import (
     NOTHING,
@@ -36,12 +37,15 @@ from fmegatron.step.checker.values import (
     Varying,
     Wrong,
 )
+from fmegatron.step.graph.nodes import items_of
 
 Node = torch.fx.Node
 FLIPPED = MappingProxyType({"max": "min", "min": "max"})
 _TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand for terms, and a zero for none
 # Functions of a pending sum that a right step may correct later (counts, ratios): suspects, no findings at once.
 _CORRECTED = frozenset("clamp clamp_min clamp_max maximum minimum reciprocal sign sgn threshold".split())
+_NO_ENTER = "adds a share of a sum over the ranks, through which its gradient goes back as that of one rank's term"
+_ENTER = "enter(psum(x, axis), axis) sums the gradients of all ranks; a term of each rank alone needs neither"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
@@ -64,7 +68,8 @@ def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds
         equal = all(
             m.equal if isinstance(m, Unknown) else v.replicated(axis) for m, v in zip(marks, values, strict=True)
         )
-        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_), equal)
+        gradient = any(m.gradient for m in open_)
+        return Unknown(origins, all(m.own for m in open_), any(m.factor for m in open_), equal, gradient)
     suspect = next((m for m in marks if isinstance(m, Suspect)), None)
     if suspect is None:
         return None
@@ -124,10 +129,11 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
     if kind in _TERMS:
         others = [v for v in others if not ((v.equal_terms or v.portion.get(axis) == "exact") and v.replicated(axis))]
         if not others:
-            return first
+            summed = _of_summed_parameters(scope, node, axis)
+            return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True) if summed else first
         vague = [mark for v in others if isinstance(mark := v.marks.get(axis), Somewhere)]
         if any(mark.or_sum or mark.reduced for mark in vague):
-            return scope.unknown(node, "adds a pending sum and a value that is sharded or a pending sum")
+            return scope.vague(node, "adds a pending sum and a value that is sharded or a pending sum")
         if any(not v.replicated(axis) for v in others):
             return suspected(node, f"adds a pending sum and a value that is {_state(others, axis)}",
                              "psum it first", first.birth)  # fmt: skip
@@ -222,6 +228,49 @@ def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> b
     values = [(n, scope.values.get(n)) for n in node.all_input_nodes]
     complete = [n for n, v in values if isinstance(v, Value) and v.replicated(axis)]
     return birth is not None and any(scope.corrects(n, axis, frozenset((birth,))) for n in complete)
+
+
+def _of_summed_parameters(scope: Scope, node: Node, axis: str) -> bool:
+    """Whether an equal term of a sum is made of a psum over the axis, of parameters, through which its gradient goes
+    back without a psum: an `enter`, which is a view to the same shape, would make one."""
+    todo, seen = [n for n in node.all_input_nodes if _is_share(scope.values.get(n), axis)], set()
+    while todo:
+        one = todo.pop()
+        if one in seen or one.op != "call_function" or _ends_gradient(one):
+            continue
+        seen.add(one)
+        collective = kinds.collective_of(one.target)
+        if collective is table.PSUM and axis in items_of(one.args[1]) and _of_parameters(one):
+            return True
+        todo += one.all_input_nodes
+    return False
+
+
+def _is_share(value: Any, axis: str) -> bool:
+    return isinstance(value, Value) and value.replicated(axis) and value.portion.get(axis) == "exact"
+
+
+def _ends_gradient(node: Node) -> bool:
+    """Whether no gradient goes back through a node, or an `enter` sums it there."""
+    name, source = op_name(node), node.all_input_nodes[:1]
+    same = name == "view" and source[0].meta["val"].shape == node.meta["val"].shape
+    return same or (name == "detach" and source[0].op != "placeholder")
+
+
+def _of_parameters(node: Node) -> bool:
+    """Whether a node depends on what has a gradient: an input that was detached to have one."""
+    todo, seen = [node], set()
+    while todo:
+        one = todo.pop()
+        if one in seen or one.op != "call_function":
+            continue
+        seen.add(one)
+        if op_name(one) == "detach":
+            if one.all_input_nodes[0].op == "placeholder":
+                return True
+            continue
+        todo += one.all_input_nodes
+    return False
 
 
 def _state(values: Sequence[Value], axis: str) -> str:

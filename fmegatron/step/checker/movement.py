@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
-from fmegatron.step.checker.arithmetic import elementwise, placed
-from fmegatron.step.checker.context import Rule, Rules, Scope, op_name, shape_of, suspected
+from fmegatron.step.checker.arithmetic import elementwise, may_shard, not_on
+from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, line_of, op_name, shape_of, suspected
 from fmegatron.step.checker.dims import (
     UNIFORM,
     Atom,
@@ -23,6 +24,8 @@ from fmegatron.step.checker.dims import (
     canonical,
     folds_of,
     interleaved,
+    joined,
+    met,
     over,
     plain,
     size_of,
@@ -40,11 +43,26 @@ _SOME = frozenset(("slice", "select"))
 def reshaped(scope: Scope, node: Node, x: Value, shape: Sequence[int]) -> Value:
     """A view to another shape. Where sharded factors do not line up, it is sharded on a dim that is not known."""
     found = viewed(x.dims, shape)
-    x = elsewhere(x, None)
+    x = elsewhere(x, _kept_at(x, shape))
     if found is not None:
         return _lost(x.with_dims(found.dims), found.lost)
     axes = [axis for axis in scope.mesh.names if x.shards(axis)]
     return _lost(x.with_dims(plain(n) for n in shape), {(axis,): None for axis in axes})
+
+
+def _kept_at(x: Value, shape: Sequence[int]) -> list[Sequence[int] | None]:
+    """Where each dim may be after a view, by the sizes in front of it: None where it was split. One of one element
+    begins a dim, or ends one."""
+    sizes = [size_of(dim) for dim in x.dims]
+    ends = list(itertools.accumulate(shape, operator.mul))
+    front = list(itertools.accumulate(sizes, operator.mul, initial=1))
+    more, found = len(shape) - len(sizes), []
+    for d in range(len(sizes)):
+        inside = [e for e, end in enumerate(ends) if end // shape[e] <= front[d] and front[d + 1] <= end]
+        kept = sizes[: d + 1] == list(shape[: d + 1])
+        behind = d + more >= 0 and sizes[d:] == list(shape[d + more :])
+        found.append([d] if kept else [d + more] if behind else inside or None)
+    return found
 
 
 def _lost(x: Value, lost: dict) -> Value:
@@ -52,13 +70,14 @@ def _lost(x: Value, lost: dict) -> Value:
     return replace(x, marks={**x.marks, **marks}) if marks else x
 
 
-def elsewhere(x: Value, positions: Sequence[int] | None) -> Value:
-    """A value of which dim d goes to positions[d]; None: somewhere. Of axes whose dim is not known."""
-    marks = {
-        axis: mark._replace(dims=None if positions is None else tuple(sorted(positions[d] for d in mark.dims)))
-        for axis, mark in x.marks.items()
-        if isinstance(mark, Somewhere) and mark.dims is not None
-    }
+def elsewhere(x: Value, positions: Sequence[int | Sequence[int] | None] | None) -> Value:
+    """A value of which dim d goes to positions[d], or one of them; None: somewhere. Of axes whose dim is not known."""
+    marks = {}
+    for axis, mark in x.marks.items():
+        if isinstance(mark, Somewhere) and mark.dims is not None:
+            at = [None if positions is None else positions[d] for d in mark.dims]
+            known = {e for d in at if d is not None for e in ([d] if isinstance(d, int) else d)}
+            marks[axis] = mark._replace(dims=tuple(sorted(known)) if None not in at else None)
     return replace(x, marks={**x.marks, **marks}) if marks else x
 
 
@@ -205,6 +224,7 @@ def concatenated(scope: Scope, node: Node, xs: Sequence[Value], dim: int, sizes:
     if vague:  # pieces that are sharded along the dim itself fit those of which it is not known
         xs = [x.marked(dict.fromkeys(over(x.dims[dim]) & vague, Somewhere())) for x in xs]
     bare = [x.with_dims(() if d == dim else a for d, a in enumerate(x.dims)) for x in xs]
+    xs = [_with_dim(x, dim, joined(x.dims[dim])) for x in xs]
     heads = [x.dims[dim][0] if x.dims[dim] else Atom(1, ()) for x in xs]
     out = elementwise(scope, node, "beside", bare)
     labels = {(h.axes or ()) for h in heads}
@@ -244,8 +264,71 @@ def view(scope: Scope, node: Node, given: dict) -> Value:
         lost = [a for axes in found.lost for a in axes] if found else over(x.dims[dim])
         x = x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :]))
         return replace(x, marks={**x.marks, **dict.fromkeys(lost, Somewhere())})
-    out = reshaped(scope, node, x, shape)
+    out = _as_in_forward(scope, node, x, reshaped(scope, node, x, shape))
     return replace(out, index_of=x.index_of if math.prod(shape) == 1 else (), scale=x.scale, ramp=x.ramp)
+
+
+def _as_in_forward(scope: Scope, node: Node, x: Value, out: Value) -> Value:
+    """The gradient of what was viewed lies as that did, where shapes alone leave several dims."""
+    line, back, found = line_of(node), " (backward)", shape_of(node)
+    before, source = tuple(map(size_of, x.dims)), node_of(node.args[0])
+    if _of_matmul(node, x, found):  # [..., m, k] to [batch, m, k]
+        scope.views[(node,)] = x.dims[:-2]
+        axes = over(a for dim in x.dims[:-2] for a in dim)
+        ends = x.with_dims(((), *x.dims[-2:]))
+        joint = viewed((tuple(a for dim in x.dims[:-2] for a in dim),), (found[0],))
+        if joint is not None and not joint.lost and axes and not axes & ends.sharded:
+            return replace(ends, dims=(joint.dims[0], *ends.dims[1:]), marks={a: out.marks[a] for a in x.marks})
+        return out
+    if op_name(source) == "bmm":
+        return _batches_again(scope, source, x, out)
+    if not line.endswith(back):
+        key = (line, before, found)
+        lies = Value(x.dims, {axis: x.marks[axis] for axis in x.having(Somewhere)})
+        scope.views[key] = lies if scope.views.get(key, lies) == lies else None
+        return out
+    return _as_that(out, scope.views.get((line.removesuffix(back), found, before)))
+
+
+def _batches_again(scope: Scope, product: Node, x: Value, out: Value) -> Value:
+    """The result of a product, its batch dims as those of the operands were before they were joined."""
+    each = [scope.views.get((one,)) for one in product.all_input_nodes]
+    wanted = [size_of(dim) for dim in out.dims[:-2]]
+    if any([one is None or [size_of(dim) for dim in one] != wanted for one in each]):
+        return out
+    dims = [met(a, b) for a, b in zip(*each, strict=True)]
+    rows = over(a for one in dims for a in one.dim)
+    if any([one.clash or one.unclear for one in dims]) or rows != over(x.dims[0]):
+        return out
+    marks = {axis: out.marks[axis] for axis in x.marks}
+    return replace(x.with_dims((*[one.dim for one in dims], *x.dims[1:])), marks=marks)
+
+
+def _of_matmul(node: Node, x: Value, found: tuple[int, ...]) -> bool:
+    """Whether a view joins the batch dims of an operand of a product, as torch.matmul does behind an expand."""
+    source = node_of(node.args[0])
+    source = node_of(source.args[0]) if source.op == "call_function" and op_name(source) == "clone" else source
+    return (
+        source.op == "call_function" and op_name(source) == "expand" and len(found) == 3 < len(x.dims)
+        and any([user.op == "call_function" and op_name(user) == "bmm" for user in node.users])
+    )  # fmt: skip
+
+
+def _as_that(out: Value, of: Value | None) -> Value:
+    """A value that lies as another of its shape, where shapes leave several dims, or fewer where they do for both."""
+    for axis in out.having(Somewhere) if of is not None else ():
+        mark = out.marks.get(axis)
+        if of is None or not isinstance(mark, Somewhere) or mark.reduced or mark.or_sum:
+            continue
+        at = [d for d in may_shard(of, axis) if mark.may_be(d)]
+        axes = mark.group or (axis,)
+        if len(at) == 1 and over(of.dims[at[0]]) >= set(axes):
+            out = out.without(axes)
+            out = _with_dim(out, at[0], met(out.dims[at[0]], of.dims[at[0]]).dim)
+        elif at and of.is_(axis, Somewhere):
+            for d in {*may_shard(out, axis)} - {*at}:
+                out = not_on(out, d, [axis])
+    return out
 
 
 def _selected_dim(node: Node, shape: tuple[int, ...]) -> int | None:
@@ -276,8 +359,13 @@ def _taken(scope: Scope, node: Node, given: dict) -> tuple[Value, int, bool]:
 def slice_of(scope: Scope, node: Node, given: dict) -> Value:
     """x[start:end:step] of one dim."""
     x, dim, covered = _taken(scope, node, given)
-    start, stop, _ = slice(given["start"], given["end"]).indices(size_of(x.dims[dim]))
-    return sliced(scope, node, x, dim, start, stop, given["step"], covered)
+    size, end = size_of(x.dims[dim]), given["end"]
+    start, stop, step = *slice(given["start"], end).indices(size)[:2], given["step"]
+    if (start, stop, step) == (0, size, 1) and end == size and (axes := over(x.dims[dim]) | x.may_shard(dim)):
+        why = f"takes [:{size}] of dim {dim}, which is sharded: all of a rank's part, or a number that is no rank's"
+        fix = f"Leave it out, or write [:x.shape[{dim}]] as [:]. {GO_ON}"
+        return x.marked({axis: scope.vague(node, why, fix) for axis in axes})
+    return sliced(scope, node, x, dim, start, stop, step, covered)
 
 
 def split(scope: Scope, node: Node, given: dict) -> list[Value]:
@@ -296,13 +384,7 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
     """One index of a dim (the dim goes)."""
     x, dim, covered = _taken(scope, node, given)
     atoms, x = x.dims[dim], replace(x, ramp=False)
-    for axis in x.having(Somewhere):  # of the dims that may be sharded, not the one that is indexed
-        if not isinstance(mark := x.marks.get(axis), Somewhere) or mark.dims is None:  # any, or placed by now
-            continue
-        if len(left := tuple(d for d in mark.dims if d != dim)) == 1 and mark.group:
-            x = placed(x, mark.group, left[0])
-        else:
-            x = replace(x, marks={**x.marks, axis: mark._replace(dims=left or None)})
+    x = not_on(x, dim, x.may_shard(dim))
     rest = [d for i, d in enumerate(x.dims) if i != dim]
     x = elsewhere(x, [d - (d > dim) for d in range(len(x.dims))])
     what = "takes one of what a collective brought together"

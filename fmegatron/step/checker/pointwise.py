@@ -17,10 +17,10 @@ import torch
 
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
-from fmegatron.step.checker.dims import Atom, canonical, folds_of, plain, size_of
+from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, plain, size_of
 from fmegatron.step.checker.marks import FLIPPED, scaled
 from fmegatron.step.checker.movement import expanded
-from fmegatron.step.checker.values import First, Pending, Value, counted, filled, number
+from fmegatron.step.checker.values import First, Mark, Pending, Suspect, Unknown, Value, Wrong, counted, filled, number
 from fmegatron.step.graph.nodes import node_of
 from fmegatron.step.torch_private import outside_of_tracing
 
@@ -31,6 +31,8 @@ _KEEPS_WHOLE = frozenset(
     " where ones zeros full"
     " ones_like zeros_like scalar_tensor scatter_add index_add".split()
 )
+_SHARE = "the loss is a share of what all ranks have: its gradient is a share as well, or a term of a sum"
+_SUM_OF_SHARES = "Return a loss that is complete on each rank, or step.mean(total, 1)"
 _RISING = (
     "exp exp2 expm1 log log2 log10 log1p relu relu6 sigmoid tanh erf floor ceil round trunc atan asinh asin sinh"
     " softplus hardtanh hardsigmoid elu leaky_relu logit fix"
@@ -281,7 +283,7 @@ def same_bits(scope: Scope, node: Node, given: dict) -> Value | None:
     before, after = node_of(node.args[0]).meta["val"].dtype.itemsize, node.meta["val"].dtype.itemsize
     if before == after or not x.dims:
         return x
-    last = x.dims[-1]
+    last = joined(x.dims[-1])
     if before > after:
         return x.with_dims((*x.dims[:-1], (*last, Atom(before // after, ()))))
     n, first = after // before, last[0] if last else Atom(1)
@@ -326,7 +328,13 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
         return out
     loss = given["self"]
     never = {a: "never" for a in loss.having(Pending)}
-    return replace(out, excess=loss.excess, portion=never)
+    out = replace(out, excess=loss.excess, portion=never)
+    shares = [a for a, portion in loss.portion.items() if portion == "exact" and loss.replicated(a)]
+    open_: dict[str, Mark | None] = {a: scope.unknown(node, _SHARE, _SUM_OF_SHARES) for a in shares}
+    for axis, mark in loss.marks.items():
+        if isinstance(mark, (Suspect, Wrong)):  # what it was computed from may not show in the gradient
+            open_[axis] = scope.unknown(mark.node, f"{mark.what}; a gradient of that is none of the whole")
+    return out.marked(open_ | {a: m for a, m in loss.marks.items() if isinstance(m, Unknown) and m.gradient})
 
 
 def counter(scope: Scope, node: Node, given: dict) -> Value:

@@ -67,7 +67,7 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
         return Value(left, constant=_total(x, inside, kind), equal_terms=terms, portion=portion)
     marks: dict[str, Mark | None] = {}
     for axis in sorted(summed | set(x.marks)):
-        marks[axis] = _over(scope, node, x, axis, gone, axis in summed, kind)
+        marks[axis] = _over(scope, node, x, axis, gone, axis in summed, kind, keep)
     kept, more = excess_after(scope, node, _SCALES.get(kind, "function"), [x])
     out = Value(left, excess=kept, equal_terms=terms, portion=portions((x,)) if kind in ("sum", "mean") else NOTHING)
     for fold in folds:
@@ -80,17 +80,20 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
     return out
 
 
-def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind: str) -> Mark | None:
+def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind: str, keep: bool) -> Mark | None:
     mark = x.marks.get(axis)
     if isinstance(mark, (Wrong, Unknown, Suspect, Varying)):
         return mark
     if isinstance(mark, Somewhere):
-        if mark.or_sum or (mark.dims is None and len(gone) < len(x.dims)) or (gone & set(mark.dims or ())) not in (
-            set(), set(mark.dims or ())
-        ):  # fmt: skip
-            return mark._replace(dims=None, reduced=True)
-        if mark.dims is not None and not gone & set(mark.dims):
-            return mark._replace(dims=None)
+        among = set(range(len(x.dims))) if mark.dims is None else set(mark.dims)
+        if not among & gone and not (mark.or_sum or mark.reduced):
+            return mark._replace(dims=tuple(d if keep else d - sum(g < d for g in gone) for d in sorted(among)))
+        before = "sum" if mark.or_sum else mark.reduced
+        all_of_it = among <= gone
+        if (kind not in _REDUCED and not (kind == "mean" and all_of_it and not before)) or (before and before != kind):
+            return scope.vague(node, f"{kind} over a dim that may be sharded: shapes do not tell")
+        if not all_of_it:
+            return mark._replace(dims=None, or_sum=False, reduced=kind)
         crosses = True
     elif isinstance(mark, First):
         return Varying()
@@ -161,6 +164,8 @@ def along(scope: Scope, node: Node, x: Value, dim: int, what: str, order: bool =
     for axis, mark in x.marks.items():
         if isinstance(mark, Somewhere) and mark.dims == (dim % len(x.dims),):
             marks[axis] = suspected(node, f"{what} over a sharded dim", _MEANING)
+        elif isinstance(mark, Somewhere) and mark.may_be(dim % len(x.dims)):
+            marks[axis] = scope.vague(node, f"{what} over a dim that may be sharded: shapes do not tell")
     for fold in folds_of(atoms):
         if fold.kind != "copies":
             marks[fold.axis] = suspected(

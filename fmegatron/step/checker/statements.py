@@ -11,7 +11,7 @@ import torch
 
 from fmegatron.collectives import kinds, places
 from fmegatron.step.checker.context import Scope, op_name
-from fmegatron.step.checker.dims import Atom, canonical, plain, size_of
+from fmegatron.step.checker.dims import Atom, canonical, joined, plain, size_of
 from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.values import Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
 
@@ -63,7 +63,8 @@ def made(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: Any,
             dims = list(replace(out, constant=None).dims)
             for d in set(place.dims) - {places.FLAT}:
                 names = tuple(axis for axis in axes_on(axes, place, d) if axis in sound)
-                left = (dims[d][0].axes or ()) if dims[d] else ()
+                first = joined(dims[d])[:1]
+                left = (first[0].axes or ()) if first else ()
                 cuts = starts_of(place.parts) if d == place.interleaved else frozenset()
                 dims[d] = (Atom(size_of(dims[d]), left + names, cuts),)
             out = replace(out, constant=None).with_dims(dims)
@@ -110,7 +111,7 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
     if believed:
         dim = stated.place.dims[0]
         out = out.without(believed)
-        dims, atoms = list(out.dims), out.dims[dim]
+        dims, atoms = list(out.dims), joined(out.dims[dim])
         before = (atoms[0].axes or ()) if atoms else ()
         dims[dim] = canonical((Atom(size_of(atoms), before + believed),))
         out = out.with_dims(dims)

@@ -55,14 +55,19 @@ class Somewhere(NamedTuple):
     """Sharded on one of these dims (None: any), and shapes do not determine on which.
 
     group: the axes that are there together, major first.  or_sum: or a pending sum, if the dim that was sharded is one
-    that was summed.  reduced: some of the dims that it may have been were reduced, so that it may be pending too.
+    that was summed.  reduced: how some of the dims that it may have been were reduced ("sum", "max", ...), so that it
+    may be such a pending reduction, too; "" where none was.
     """
 
     dims: tuple[int, ...] | None = None
     group: tuple[str, ...] = ()
     or_sum: bool = False
-    reduced: bool = False
+    reduced: str = ""
     words = "sharded"
+
+    def may_be(self, dim: int) -> bool:
+        """Whether it may be sharded on that dim."""
+        return self.dims is None or dim in self.dims
 
 
 class Suspect(NamedTuple):
@@ -87,12 +92,14 @@ class Unknown(NamedTuple):
     own: it is made of each rank's part, and no collective over the axis came since: no other rank has the same.
     factor: it may be n times too large, of which a `declare` is not informative.
     equal: whatever it is, all ranks of the axis have the same, by a sum or a gather over it.
+    gradient: of a loss, that its gradient may be wrong, too, though no rule sees it there.
     """
 
     origins: frozenset[int]
     own: bool = False
     factor: bool = False
     equal: bool = False
+    gradient: bool = False
     words = "not known"
 
 
@@ -211,6 +218,10 @@ class Value:
         """The axes over which it is not replicated."""
         return self.sharded.union(self.marks) if self.marks else self.sharded
 
+    def may_shard(self, dim: int) -> frozenset[str]:
+        """The axes of which shapes leave open whether they shard the dim."""
+        return frozenset([a for a, m in self.marks.items() if isinstance(m, Somewhere) and m.may_be(dim)])
+
     def having(self, mark: type) -> frozenset[str]:
         """The axes over which it has a mark of this type."""
         return frozenset([axis for axis, m in self.marks.items() if isinstance(m, mark)])
@@ -230,7 +241,7 @@ class Value:
         if not marks:
             return self
         gone = frozenset(marks)
-        kept = {axis: mark for axis, mark in self.marks.items() if axis not in gone}
+        kept = {axis: _less(mark, gone) for axis, mark in self.marks.items() if axis not in gone}
         kept.update((axis, mark) for axis, mark in marks.items() if mark is not None)
         unsure = [axis for axis, mark in marks.items() if isinstance(mark, (Suspect, Unknown, Wrong))]
         return replace(
@@ -246,6 +257,13 @@ class Value:
     def without(self, axes: Iterable[str]) -> Value:
         """Replicated over these axes."""
         return self.marked(dict.fromkeys(axes))
+
+
+def _less(mark: Mark, gone: frozenset[str]) -> Mark:
+    """A mark of what these axes, of which something else is known now, are no longer together with."""
+    if not isinstance(mark, Somewhere) or not gone.intersection(mark.group):
+        return mark
+    return mark._replace(group=tuple([axis for axis in mark.group if axis not in gone]))
 
 
 def portions(values: Sequence[Value], moved: bool = False, terms: bool = False) -> Mapping[str, str]:

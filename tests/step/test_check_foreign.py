@@ -1,0 +1,46 @@
+"""Steps of strangers: none of the wrong ones is proven, none of the right ones is refused (`foreign_steps.py`)."""
+
+import pytest
+
+from fmegatron import step, testing
+from tests.pairs import few
+from tests.step.foreign_steps import MESHES, RIGHT, WRONG, layouts, make, values
+
+REFUSED = frozenset(("a penalty of all shards by enter", "a jacobian of rows", "a ring of sums"))
+OPEN = frozenset(
+    (
+        "times the mean of all",
+        "a penalty beside",
+        "a halo",
+        "a carried scan",
+        "padded shards written",
+        "a largest of all",
+    )
+)  # right, and unproven
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name):
+    for mesh in MESHES:
+        report = step.check(make(RIGHT[name])(mesh), *layouts(mesh))
+        assert "internal" not in str(report), report
+        assert bool(report.findings) == (name in REFUSED), report
+        assert report.ok == (name not in OPEN | REFUSED), report
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name):
+    for mesh in MESHES:
+        report = step.check(make(WRONG[name])(mesh), *layouts(mesh))
+        assert "internal" not in str(report), report
+        assert not report.ok, report
+
+
+ALL = [(kind, name, mesh) for kind, of in (("right", RIGHT), ("wrong", WRONG)) for name in of for mesh in MESHES]
+
+
+@pytest.mark.parametrize("kind, name, mesh", few(8, ALL))
+def test_they_are_what_they_say(kind, name, mesh):
+    fn = (RIGHT if kind == "right" else WRONG)[name]
+    found = testing.parity(make(fn), mesh, *values(mesh), layouts=layouts(mesh))
+    assert found.ok == (kind == "right"), str(found)
