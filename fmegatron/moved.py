@@ -86,7 +86,7 @@ INTERNAL = (
     ("loop", "loop.metrics", "fetch mean"),
     ("loop", "loop.nonfinite", "NonFiniteError"),
     ("loop", "loop.notebook_ranks", "Engines"),
-    ("loop", "loop.replicas", "hashes ReplicasDifferError"),
+    ("loop", "step.replicas", "hashes ReplicasDifferError"),
     ("loop", "loop.report.read", "Recorded"),
     ("loop", "loop.rerun", "RerunError"),
     ("loop", "loop.resume", "Begun Changes"),

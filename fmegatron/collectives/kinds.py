@@ -17,6 +17,7 @@ from torch import Tensor
 from fmegatron.collectives.axes import Axis
 from fmegatron.collectives.places import Place
 from fmegatron.collectives.real import Group
+from fmegatron.collectives.torch_private import is_transformed
 from fmegatron.layout import Mesh
 
 __all__ = ["REPLICATED", "Collective", "Own", "Partial", "Permuted", "RankIndex", "Sharded", "Terms", "collective_of"]
@@ -117,15 +118,31 @@ class Collective:
         """The results, differentiable if there is a transpose; over an axis of size 1 the tensors themselves."""
         if axis.size == 1:
             return list(xs)
-        transpose = self.transpose
-        if transpose is None:
-            return self.emit([x.detach() for x in xs], axis, *arguments)
-        dtypes = [x.dtype for x in xs]
+        beside = [i for i, one in enumerate(arguments) if isinstance(one, Tensor)]
+        dtypes, transpose = [x.dtype for x in xs], self.transpose
 
-        def back(gs, needed):
-            return transpose([g.to(dtype) for g, dtype in zip(gs, dtypes, strict=True)], axis, *arguments)
+        def own(which, tensors):
+            """The arguments of the tensors at these places."""
+            given = dict(zip(beside, tensors, strict=True))
+            columns = ([one[i] for i in which] if isinstance(one, list | tuple) else one for one in arguments)
+            return [given.get(i, one) for i, one in enumerate(columns)]
 
-        return linear(lambda given: self.emit(given, axis, *arguments), back, xs)
+        def there(given, which, tensors):
+            return self.emit(given, axis, *own(which, tensors))
+
+        def back(gs, which, tensors):
+            assert transpose is not None, "its results have a gradient"
+            return transpose([g.to(dtypes[i]) for g, i in zip(gs, which, strict=True)], axis, *own(which, tensors))
+
+        xs = xs if transpose is not None else [x.detach() for x in xs]
+        return linear(
+            there,
+            None if transpose is None else back,
+            xs,
+            *[arguments[i] for i in beside],
+            name=f"{self.name} over {axis}",
+            flat=any(is_flat(one) for one in arguments),
+        )
 
     def emit(self, xs: Sequence[Tensor], axis: Axis, *arguments: Argument) -> list[Tensor]:
         """The results without a gradient: a symbolic node, or functional collectives on the group of the axis."""
@@ -158,6 +175,12 @@ class Collective:
     @property
     def _kinds(self) -> list[str]:
         return [one.split()[0] for one in self.arguments.split(",") if one]
+
+
+def is_flat(argument: Argument) -> bool:
+    """Whether an argument puts a tensor's dims in a row."""
+    places = argument if isinstance(argument, list | tuple) else [argument]
+    return any(isinstance(one, Place) and bool(one.block) for one in places)
 
 
 def _as_given(argument: Argument) -> Any:
@@ -213,24 +236,110 @@ def require_mesh_of_graph(graph: torch.fx.Graph, mesh: Mesh, who: str, whose: st
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
+Map = Callable[[list[Tensor], Sequence[int], list[Tensor]], Sequence[Tensor]]
+
+
+class Untransformable(ValueError):
+    """A collective that cannot follow a transform of torch.func; a trace adds the user's line."""
+
+
+class _Maps(NamedTuple):
+    """A linear function of a list of tensors and its transpose, see `linear`."""
+
+    there: Map
+    back: Map | None
+    again: Map | None
+    flat: bool
+    name: str
+
+    @property
+    def transposed(self) -> _Maps:
+        assert self.back is not None, "its results need no gradient"
+        return self._replace(there=self.back, back=self.again or self.there, again=None)
+
+    def apply(self, xs: Sequence[Tensor], which: Sequence[int], beside: Sequence[Tensor]) -> list[Tensor]:
+        return list(_Linear.apply(self, tuple(which), *xs, *beside)) if xs else []
+
+
 class _Linear(torch.autograd.Function):
+    """`there` of tensors that stand at the places `which` of the list of a collective; those behind them stay beside.
+
+    Its backward is a `_Linear` again, so gradients of gradients pass what gradients pass.
+    """
+
     @staticmethod
-    def forward(ctx, there, back, *xs):
-        ctx.back = back
-        ys, needed = tuple(there(xs)), ctx.needs_input_grad[2:]
-        if any(needed):  # else the results of frozen tensors would ask for gradients beside those of trained ones
-            ctx.mark_non_differentiable(*[y for y, need in zip(ys, needed, strict=True) if not need])
-        return ys
+    def forward(maps: _Maps, which: tuple[int, ...], *xs):
+        n = len(which)
+        found = maps.there(list(xs[:n]), which, list(xs[n:]))
+        return tuple(y.view_as(y) if any(y is x for x in xs) else y for y in found)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.maps, ctx.which, *xs = inputs
+        needed = ctx.needs_input_grad[2 : 2 + len(ctx.which)]
+        ctx.save_for_backward(*xs[len(ctx.which) :])
+        ctx.save_for_forward(*xs[len(ctx.which) :])
+        if ctx.maps.back is None:
+            ctx.mark_non_differentiable(*output)
+        elif any(needed):  # else the results of frozen tensors would ask for gradients beside those of trained ones
+            ctx.mark_non_differentiable(*[y for y, need in zip(output, needed, strict=True) if not need])
 
     @staticmethod
     def backward(ctx, *gs):
-        return None, None, *ctx.back(gs, ctx.needs_input_grad[2:])
+        needed = [i for i in range(len(gs)) if ctx.needs_input_grad[2 + i]]
+        which, beside, maps = [ctx.which[i] for i in needed], list(ctx.saved_tensors), ctx.maps.transposed
+        given = [gs[i] for i in needed]
+        # A function of autograd's within the backward would move the numbers by which lines are found.
+        apply = maps.apply if torch.is_grad_enabled() or is_transformed() else maps.there
+        found = dict(zip(needed, apply(given, which, beside), strict=True))
+        return None, None, *[found.get(i) for i in range(len(gs))], *[None] * len(beside)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        own, maps = tangents[2 : 2 + len(ctx.which)], ctx.maps
+        if maps.back is None:
+            return (None,) * len(own)
+        given = [i for i, t in enumerate(own) if t is not None]
+        maps = maps._replace(there=maps.again or maps.there, again=None)
+        found = maps.apply([own[i] for i in given], [ctx.which[i] for i in given], list(ctx.saved_tensors))
+        found = dict(zip(given, found, strict=True))
+        return tuple(found.get(i) for i in range(len(own)))
+
+    @staticmethod
+    def vmap(info, in_dims, maps, which, *xs):
+        n, dims = len(which), in_dims[2:]
+        if maps.flat or any(dim is not None for dim in dims[n:]):
+            what = "a flattened shard" if maps.flat else "counts or scales that differ by row"
+            raise Untransformable(
+                f"{maps.name}: got torch.func.vmap over {what}, wanted one that it maps over a value alone; call it "
+                "outside of vmap, or write the rows as a dim of the value"
+            )
+        # Behind all dims that a collective names; these are counted from the front.
+        given = [x if dim is None else x.movedim(dim, -1) for x, dim in zip(xs, dims, strict=True)]
+        found = maps.apply(given[:n], which, given[n:])
+        return tuple(found), tuple(None if d is None else y.dim() - 1 for y, d in zip(found, dims, strict=False))
 
 
-def linear(there: Callable, back: Callable, xs: Sequence[Tensor]) -> list[Tensor]:
+def linear(
+    there: Map,
+    back: Map | None,
+    xs: Sequence[Tensor],
+    *beside: Tensor,
+    name: str,
+    flat: bool = False,
+    again: Map | None = None,
+) -> list[Tensor]:
     """`there(xs)`, a linear function of a list of tensors that autograd does not look into: a result for each of them,
-    which needs a gradient where its tensor does.
+    which needs a gradient where its tensor does. Its gradient has one too, as often as is asked for.
 
-    back: its transpose, (gradients of the results, whether each of xs needs one) -> gradients of xs.
+    Args:
+        there: (tensors, their places in the list, beside) -> a result for each. Results are new, or views.
+        back: its transpose, the same of gradients of results: gradients of xs. Of the list only those are given that
+            are asked for. None: no gradient passes.
+        xs: the list.
+        beside: tensors that both need and that have no gradient.
+        name: of the collective, in messages.
+        flat: whether a dim more behind the others would not stay apart.
+        again: the transpose of `back`, where `there` rounds; None: `there`.
     """
-    return list(_Linear.apply(there, back, *xs)) if xs else []
+    return _Maps(there, back, again, flat, name).apply(xs, range(len(xs)), beside)

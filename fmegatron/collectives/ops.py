@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.collectives.axes import Axis
-from fmegatron.collectives.kinds import linear
+from fmegatron.collectives.kinds import is_flat, linear
 from fmegatron.collectives.places import Place
 from fmegatron.collectives.real import filled_up
 from fmegatron.collectives.table import (
@@ -32,6 +32,7 @@ from fmegatron.collectives.table import (
     PSUM,
     REDUCE_SCATTER,
 )
+from fmegatron.collectives.torch_private import is_transformed
 from fmegatron.collectives.wires import Wire, wide
 
 __all__ = [
@@ -62,7 +63,11 @@ def lend(x: Tensor, axis: Axis, dim: int | Place) -> Tensor:
         return x
     place = dim if isinstance(dim, Place) else _side_by_side(axis, dim)
     return linear(
-        lambda xs: ALL_GATHER.emit(xs, axis, [place]), lambda gs, _: [_own_part(g, axis, dim) for g in gs], [x]
+        lambda xs, *_: ALL_GATHER.emit(xs, axis, [place]),
+        lambda gs, *_: [_own_part(g, axis, dim) for g in gs],
+        [x],
+        name=f"a gather over {axis}",
+        flat=is_flat(place),
     )[0]
 
 
@@ -105,27 +110,46 @@ def all_gather_many(
 
 def _gathered(xs, axis, places, wires, scales):
     """Casts around the gather; transpose: casts around the reduction. Over an axis of size 1 the casts alone."""
-    dtypes = [x.dtype for x in xs]
+    dtypes, arriving = [x.dtype for x in xs], [_arriving(x.dtype, wire) for x, wire in zip(xs, wires, strict=True)]
+    scaled = [i for i, scale in enumerate(scales) if scale is not None]
 
-    def there(xs):
-        sent = [wire.sent(x, scale) for x, wire, scale in zip(xs, wires, scales, strict=True)]
-        whole = ALL_GATHER.emit(sent, axis, places) if axis.size > 1 else [x.view_as(x) for x in sent]
-        return [wire.arrived(y, scale) for y, wire, scale in zip(whole, wires, scales, strict=True)]
+    def there(xs, which, beside):
+        given = dict(zip(scaled, beside, strict=True))
+        sent = [wires[i].sent(x, given.get(i)) for x, i in zip(xs, which, strict=True)]
+        whole = ALL_GATHER.emit(sent, axis, [places[i] for i in which]) if axis.size > 1 else _same(sent)
+        return [wires[i].arrived(y, given.get(i)) for y, i in zip(whole, which, strict=True)]
 
-    def back(gs, needed):
-        out: list[Tensor | None] = [None] * len(gs)
+    def back(gs, which, _):
+        out: dict[int, Tensor] = {}
         # Exact and plain sums are two kinds of reduction; one wire for all makes one collective.
         for exact in (False, True):
-            mine = [i for i, wire in enumerate(wires) if needed[i] and wire.exact == exact]
-            sent = [gs[i] if wires[i].reduce is None else gs[i].to(wires[i].reduce) for i in mine]
+            mine = [(i, g) for i, g in zip(which, gs, strict=True) if wires[i].exact == exact]
+            sent = [g if wires[i].reduce is None else g.to(wires[i].reduce) for i, g in mine]
             if axis.size > 1:
                 _require_sums(sent, exact, f"reduce_scatter over {axis}")
-                sent = REDUCE_SCATTER.emit(sent, axis, [places[i] for i in mine], exact)
-            for i, g in zip(mine, sent, strict=True):
-                out[i] = g.to(dtypes[i])
-        return out
+                sent = REDUCE_SCATTER.emit(sent, axis, [places[i] for i, _ in mine], exact)
+            out |= {i: g.to(dtypes[i]) for (i, _), g in zip(mine, sent, strict=True)}
+        return [out[i] for i in which]
 
-    return linear(there, back, xs)
+    def again(gs, which, _):  # without the rounding of 8 bits, whose scale is that of the value
+        sent = [g.to(wires[i].reduce or arriving[i]) for g, i in zip(gs, which, strict=True)]
+        whole = ALL_GATHER.emit(sent, axis, [places[i] for i in which]) if axis.size > 1 else _same(sent)
+        return [y.to(arriving[i]) for y, i in zip(whole, which, strict=True)]
+
+    return linear(
+        *(there, back, xs, *[scale for scale in scales if scale is not None]),
+        name=f"all_gather over {axis}",
+        flat=any(map(is_flat, places)),
+        again=again,
+    )
+
+
+def _same(xs: list[Tensor]) -> list[Tensor]:
+    return [x.view_as(x) for x in xs]
+
+
+def _arriving(dtype: torch.dtype, wire: Wire) -> torch.dtype:
+    return wire.arrive or (torch.float32 if wire.scaled else wire.gather) or dtype
 
 
 def _idle(wire: Wire, dtype: torch.dtype) -> bool:
@@ -177,7 +201,9 @@ def enter(x: Tensor, axis: Axis) -> Tensor:
     """`x -> x`, the identity; transpose: psum over a. Marks where a replicated value begins to be used differently."""
     if _own(axis, "enter").size == 1:
         return x
-    return linear(lambda xs: [x.view_as(x) for x in xs], lambda gs, _: PSUM.emit(gs, axis, False), [x])[0]
+    return linear(lambda xs, *_: _same(xs), lambda gs, *_: PSUM.emit(gs, axis, False), [x], name=f"enter over {axis}")[
+        0
+    ]
 
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
@@ -270,7 +296,11 @@ def shard(x: Tensor, axis: Axis, dim: int | Place) -> Tensor:
     place = dim if isinstance(dim, Place) else _side_by_side(axis, dim)
     place.check(x.shape, axis.sizes, who)
     return linear(
-        lambda xs: [_own_part(x, axis, dim) for x in xs], lambda gs, _: ALL_GATHER.emit(gs, axis, [place]), [x]
+        lambda xs, *_: [_own_part(x, axis, dim) for x in xs],
+        lambda gs, *_: ALL_GATHER.emit(gs, axis, [place]),
+        [x],
+        name=f"shard over {axis}",
+        flat=is_flat(place),
     )[0]
 
 
@@ -290,7 +320,9 @@ def axis_index(axis: Axis, like: Tensor | None = None) -> Tensor:
     """
     if _own(axis, "axis_index").size == 1:
         return torch.zeros((), dtype=torch.int64, device=None if like is None else like.device)
-    return AXIS_INDEX([torch.zeros(()) if like is None else like], axis)[0]
+    if like is None or is_transformed():  # a value of which torch.func has several rows would give several positions
+        like = torch.zeros((), device=None if like is None else like.device)
+    return AXIS_INDEX([like], axis)[0]
 
 
 def declare(
@@ -335,9 +367,11 @@ def declare(
 
     def stated(xs, kind):
         name, dim = (kind, -1) if isinstance(kind, str) else kind or ("", -1)
-        return DECLARE.emit(xs, axis, name, dim) if name else [x.view_as(x) for x in xs]
+        return DECLARE.emit(xs, axis, name, dim) if name else _same(xs)
 
-    return linear(lambda xs: stated(xs, forward), lambda gs, _: stated(gs, backward), [x])[0]
+    return linear(
+        lambda xs, *_: stated(xs, forward), lambda gs, *_: stated(gs, backward), [x], name=f"declare over {axis}"
+    )[0]
 
 
 def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
@@ -357,9 +391,11 @@ def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
     beside = [count.detach()] if isinstance(count, Tensor) else []
     rows, before = int(not beside and count > 1 and count == int(count)), x.detach()
     return linear(
-        lambda xs: DECLARE.emit([*xs, *beside], axis, "terms", rows)[:1],
-        lambda gs, _: DECLARE.emit([*gs, before, *beside], axis, "terms of", rows)[:1],
+        lambda xs, _, beside: DECLARE.emit([*xs, *beside[1:]], axis, "terms", rows)[:1],
+        lambda gs, _, beside: DECLARE.emit([*gs, *beside], axis, "terms of", rows)[:1],
         [x],
+        *(before, *beside),
+        name=f"a sum over {axis}",
     )[0]
 
 

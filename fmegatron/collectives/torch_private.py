@@ -20,6 +20,7 @@ __all__ = [
     "flight_record",
     "functional_ops",
     "group_named",
+    "is_transformed",
     "recorded_root",
     "register_group",
     "register_work",
@@ -35,6 +36,11 @@ def schema_of(op: object) -> torch.FunctionSchema | None: ...
 def schema_of(op: object) -> torch.FunctionSchema | None:
     """What an operator takes and returns (name, arguments, returns, is_mutable); None for what is no operator."""
     return getattr(op, "_schema", None)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def flight_record() -> bytes | None:

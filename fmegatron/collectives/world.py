@@ -201,6 +201,22 @@ class World:
 
         return answer
 
+    def same_later(self, number: int) -> Callable[[], bool]:
+        """Begin to ask all ranks whether they have the same number of less than 63 bits; as `ask` begins. The answer of
+        a question from before `renew` is True: nobody knows it any more."""
+        row, control, work = torch.tensor([number, -number]), self._control, None
+        if self.size > 1:
+            work = dist.all_reduce(row, dist.ReduceOp.MAX, group=control, async_op=True)
+
+        def answer() -> bool:
+            if work is None or control is not self._control:
+                return True
+            work.wait()
+            most, least = row.tolist()
+            return most == -least
+
+        return answer
+
     def agree(self, error: str | None, what: str) -> None:
         """Wait for all ranks; if one passes an error, raise FailedOnRank with the first such rank's message on all."""
         if self.size == 1:

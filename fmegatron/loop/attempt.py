@@ -23,7 +23,6 @@ from fmegatron.loop.losses import BadLoss, RollBack, RunAgain
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch
 from fmegatron.loop.reading import Begun, Reading, own_part
-from fmegatron.loop.replicas import ReplicasDifferError, compare
 from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
 from fmegatron.loop.signals import Stop, catch
@@ -31,6 +30,7 @@ from fmegatron.loop.startup import memory, startup
 from fmegatron.loop.stragglers import Stragglers
 from fmegatron.loop.training import StepInfo, train
 from fmegatron.loop.windows import Windows
+from fmegatron.step import replicas
 
 MOST_ROLL_BACKS = 10  # of one process
 
@@ -229,8 +229,8 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
 def _compare(run: Any, info: StepInfo) -> None:
     """`compare`, and what follows on a difference."""
     try:
-        compare(info.state, run.specs, run.world, info.step)
-    except ReplicasDifferError as error:
+        replicas.compare(info.state, run.specs, run.world, info.step)
+    except replicas.ReplicasDifferError as error:
         first = max(run.start, info.step - run.hash_every) + 1
         if run.options.faults.on_difference == "raise":
             raise

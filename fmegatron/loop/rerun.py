@@ -20,7 +20,7 @@ import torch
 from fmegatron.loop.faults.notice import say
 from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.losses import RunAgain
-from fmegatron.loop.replicas import hashes
+from fmegatron.step import replicas
 
 STATUS = MappingProxyType({"transient": 76, "persistent": 77, "deterministic": 78})
 _MEANS = MappingProxyType(
@@ -55,7 +55,7 @@ def rerun(run: Any, again: RunAgain, reading: Any, pulse: Pulse) -> None:
     run: the `Run`. reading: its data (`reading.Reading`).
     """
     world, own = run.world, run.world.rank
-    first = world.gather_rows(hashes(again.state))
+    first = world.gather_rows(replicas.hashes(again.state))
     run.manager.close(wait=True)
     start = good_step(run, again.first)
     if own == 0:
@@ -96,4 +96,4 @@ def _replayed(run: Any, reading: Any, start: int, last: int, pulse: Pulse) -> to
     for number in range(start + 1, last + 1):
         pulse.enter("compile", number)
         state, _ = run.step(state, data.source.at(number - 1))
-    return run.world.gather_rows(hashes(state))
+    return run.world.gather_rows(replicas.hashes(state))

@@ -23,6 +23,7 @@ from fmegatron.collectives.ops import declare
 from fmegatron.layout.zigzag import zigzag as zigzag_of_layout
 from fmegatron.nn.attention_blocks import block, block_backward, merged, skips_hidden
 from fmegatron.nn.dense_attention import Causal, attention, visible
+from fmegatron.nn.first_gradient import first_only
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
 
@@ -267,7 +268,9 @@ class _RingAttention(torch.autograd.Function):
             dq = dq + dq_now
             dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after the last block one hop more: home
         found = zip((dq, *dkv.split(widths, -1)), (q, k, v), strict=True)
-        return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None
+        grads = [declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found]
+        # The sums of the forward, which it keeps, would be constants of a second gradient.
+        return *first_only("ring attention", (*grads, dsinks)), None, None
 
 
 def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from fmegatron.nn.first_gradient import first_only
 from fmegatron.nn.torch_private import grouped_mm as torch_grouped_mm
 
 __all__ = ["grouped_mm"]  # of tensors: `grouped_matmul` takes any weight
@@ -46,12 +46,12 @@ class _Grouped(torch.autograd.Function):
         return _rows_of_groups(x, w, ends)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g):
         x, w, ends = ctx.saved_tensors
         # That of the weights first: x is free then when what follows from dx is made. Inductor would make it last.
         dw = _product(x.t(), g, ends) if ctx.needs_input_grad[1] else None
-        return _rows_of_groups(g, w.transpose(1, 2), ends, dw) if ctx.needs_input_grad[0] else None, dw, None
+        dx = _rows_of_groups(g, w.transpose(1, 2), ends, dw) if ctx.needs_input_grad[0] else None
+        return *first_only("grouped_matmul", (dx, dw)), None
 
 
 def _rows_of_groups(x, w, ends, after=None):

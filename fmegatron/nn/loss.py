@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fmegatron.collectives import all_gather, axes, axis_index, ops, pmax, psum
+from fmegatron.collectives import all_gather, axes, axis_index, enter, ops, pmax, psum
 from fmegatron.nn.dense_attention import soft_cap
 from fmegatron.nn.embedding import local_ids
 from fmegatron.nn.weight import Weight, dense
@@ -54,9 +54,10 @@ def _wide(logits: Tensor, real_V: Tensor | None) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """A hand-written pair: autograd's own would keep exp(logits) and scatter into a second [B, S, V] of zeros."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, logits, labels, tp, vocab_size):
-        ctx.set_materialize_grads(False)
+    def forward(logits, labels, tp, vocab_size):
         z = _wide(logits, real_columns(logits, tp, vocab_size))
         top = pmax(z.amax(-1), tp)
         total = (z - top[..., None]).exp().sum(-1)  # partial over tp
@@ -69,9 +70,13 @@ class _CrossEntropy(torch.autograd.Function):
             )  # its owner adds the logit, the others zero
             total, label = psum(torch.stack((total, label)), tp).unbind(0)
         lse = top + total.log()
-        ctx.save_for_backward(logits, labels, lse)
-        ctx.tp, ctx.vocab_size = tp, vocab_size
         return _counted(lse - label, labels, vocab_size or logits.shape[-1] * tp.size), lse
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        logits, labels, ctx.tp, ctx.vocab_size = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logits, labels, output[1])
 
     @staticmethod
     def backward(ctx, dnll, dlse):
@@ -80,6 +85,8 @@ class _CrossEntropy(torch.autograd.Function):
         vocabulary = ctx.vocab_size or logits.shape[-1] * ctx.tp.size
         dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary, dnll != 0)
         both = dnll if dlse is None else dnll + dlse
+        if torch.is_grad_enabled():  # a second gradient: each rank of tp has used these for its own columns
+            lse, dnll, both = (enter(t, ctx.tp) for t in (lse, dnll, both))
         softmax = (_wide(logits, real) - lse[..., None]).exp()
         columns = torch.arange(logits.shape[-1], device=logits.device)
         grad = softmax * both[..., None] - torch.where(columns == ids[..., None], dnll[..., None], 0.0)
@@ -140,9 +147,10 @@ def chunked_cross_entropy(
 class _Chunked(torch.autograd.Function):
     """A hand-written pair: the backward makes each chunk's logits again, and its part of both gradients."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, head, labels, tp, vocab_size, chunks, cap):
-        ctx.set_materialize_grads(False)
+    def forward(x, head, labels, tp, vocab_size, chunks, cap):
         real, columns, found = real_columns(head, tp, vocab_size), head.shape[1], []
         ids = local_ids(labels, columns, tp)
         for x_BSD, ids_BS in zip(_parts(x, chunks), _parts(ids, chunks), strict=True):
@@ -159,9 +167,13 @@ class _Chunked(torch.autograd.Function):
             label = torch.where(own, label, 0.0)  # its owner adds the logit, the others zero
             total, label = psum(ops.declare(torch.stack((total, label)), tp, forward="partial"), tp).unbind(0)
         lse = top + total.log()
-        ctx.save_for_backward(x, head, labels, lse)
-        ctx.given = tp, vocab_size, chunks, cap
         return _counted(lse - label, labels, vocab_size or columns * tp.size), lse
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, head, labels, *ctx.given = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, head, labels, output[1])
 
     @staticmethod
     def backward(ctx, dnll, dlse):
@@ -170,6 +182,8 @@ class _Chunked(torch.autograd.Function):
         ids, vocabulary = local_ids(labels, head.shape[1], tp), vocab_size or len(columns) * tp.size
         dnll = torch.zeros_like(lse) if dnll is None else _counted(dnll, labels, vocabulary, dnll != 0)
         both = dnll if dlse is None else dnll + dlse
+        if torch.is_grad_enabled():  # a second gradient: each rank of tp has used these for its own columns
+            lse, dnll, both = (enter(t, tp) for t in (lse, dnll, both))
         # A sum of many chunks in 16 bits loses more with each of them.
         dx, dhead = [], head.new_zeros(head.shape, dtype=torch.promote_types(head.dtype, torch.float32))
         each = zip(*(_parts(t, chunks) for t in (x, ids, lse, dnll, both)), strict=True)

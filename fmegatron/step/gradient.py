@@ -15,7 +15,7 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
 from fmegatron.step.parts import Part, Shown, before, finished, lines_of, parts_of, require_names, summed, terms
 from fmegatron.step.reduce import raw_gradient_layout, widened
-from fmegatron.step.torch_private import is_tracing, mark_backward
+from fmegatron.step.torch_private import is_tracing, last_recorded, mark_backward, reaches_before
 from fmegatron.step.tracing import described
 from fmegatron.tree import labels, structure
 
@@ -28,13 +28,15 @@ def value_and_grad(
     """`loss_fn(params, *args) -> loss` or `(loss, aux)` becomes `f(params, *args) -> ((loss, aux), grads)`.
 
     params: a tree of tensors; grads: the same tree, each leaf with the shape and dtype of its parameter (zeros for a
-    parameter that the loss does not use). aux: a tree, returned without its gradient history; {} where loss_fn returns
+    parameter that the loss does not use). aux: a tree, without its gradient history; {} where loss_fn returns
     none. Keyword arguments go to loss_fn.
     The loss of loss_fn is `step.mean(total, count)` or a dict of such parts: then the loss of f is that of the whole
     batch, equal on all ranks, and aux has "loss", each part's mean by its name and its count, "NAME/count". Or it is a
     0-d tensor, this rank's part of a sum over the data axes, which f returns as it is.
     Gradients of parameters that know their layouts know theirs, as `reduce_gradients` takes them: pending sums over the
     data axes that do not split the parameter.
+    Inside of what is differentiated itself (MAML, a penalty on gradients) loss, aux and grads have their gradients; the
+    value of a loss of means has none, and says so.
     Raises ValueError, naming loss_fn's line, for a result that is none of these, and for a loss without a gradient.
     dtype: floating parameters that are narrower are cast to it before they are differentiated, so that their gradients
     have it: sums that were reduced in fp32 are not rounded to the 16 bits of a parameter. None: as the parameters are.
@@ -141,13 +143,16 @@ class LossFn:
             call.returned = self.loss_fn(call.params, *args, **named)
         return call.gradient
 
-    def _leaves_of(self, params) -> structure.Tree:
-        """The parameters as leaves of autograd's graph, in the dtype of their gradients; they know their layouts."""
+    def _leaves_of(self, params, around: bool = False) -> structure.Tree:
+        """The parameters as leaves of autograd's graph, in the dtype of their gradients; they know their layouts.
+        around: whether what is around is differentiated too; then they keep their history."""
         paths, leaves, spec = structure.flatten(params)
         self._require_leaves(params, paths, leaves)
 
         def one(leaf: torch.Tensor) -> torch.Tensor:
-            own = (leaf if self.dtype is None else widened(leaf, self.dtype)).detach().requires_grad_()
+            wide = leaf if self.dtype is None else widened(leaf, self.dtype)
+            # A tensor of its own, also where one stands in several places.
+            own = wide.view_as(wide) if around and wide.requires_grad else wide.detach().requires_grad_()
             return labels.alike(own, leaf)
 
         return structure.unflatten(spec, list(map(one, leaves)))
@@ -156,8 +161,9 @@ class LossFn:
     def differentiated(self, params, scale=None, sums: dict | None = None) -> Iterator[Call]:
         """Context of one call, whose gradient is taken at its end. scale: multiplies what is differentiated. sums: of
         the whole batch; None: of these rows on all ranks, which is right where they are the batch."""
-        call = Call()
-        call.params = self._leaves_of(params)
+        call, began = Call(), last_recorded()
+        around = torch.is_grad_enabled() and any(map(_differentiated_around, tree.leaves(params)))
+        call.params = self._leaves_of(params, around)
         _, leaves, spec = structure.flatten(call.params)
         known = [tree.layout_of(leaf) for leaf in leaves]
         with torch.enable_grad():
@@ -176,12 +182,14 @@ class LossFn:
             root = loss if scale is None else loss * scale.to(loss.dtype)
             if is_tracing():
                 mark_backward([root.grad_fn])
-            grads = torch.autograd.grad(root, leaves, allow_unused=True)
+            around = around or reaches_before(root, began)
+            grads = torch.autograd.grad(root, leaves, allow_unused=True, create_graph=around)
         grads = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads, strict=True)]
-        grads = [_knowing(g.detach(), layout and self._raw(layout)) for g, layout in zip(grads, known, strict=True)]
-        aux, grads = tree.map(_without_history, aux), structure.unflatten(spec, grads)
+        kept = (lambda x: x) if around else _without_history
+        grads = [_knowing(kept(g), layout and self._raw(layout)) for g, layout in zip(grads, known, strict=True)]
+        aux, grads = tree.map(kept, aux), structure.unflatten(spec, grads)
         if parts is None:
-            call.gradient = Gradient({}, {}, {}, loss.detach(), aux, None, grads)
+            call.gradient = Gradient({}, {}, {}, kept(loss), aux, None, grads)
         else:
             call.gradient = Gradient(early, sums or {}, lines, (), aux, shown, grads)
 
@@ -190,6 +198,8 @@ class LossFn:
         if found.shown is None:
             return (found.loss, found.aux), found.grads
         loss, metrics = finished([found.shown], found.sums, self.axes_of(params))
+        if any(g.requires_grad for g in tree.leaves(found.grads)):
+            loss = _Shown.apply(described(self.loss_fn), torch.zeros((), requires_grad=True), loss)
         return (loss, {**metrics, **found.aux}), found.grads
 
     def _require_leaves(self, params, paths, leaves) -> None:
@@ -210,6 +220,27 @@ class LossFn:
                     f"parameter {path!r}: got {leaf.dtype}, which has no gradient, wanted a floating dtype; pass it as "
                     "another argument, not among the parameters"
                 )
+
+
+def _differentiated_around(x: Any) -> bool:
+    """Whether somebody differentiates what is made of x; of modules' parameters, which always say so, nobody may."""
+    return isinstance(x, torch.Tensor) and x.requires_grad and not isinstance(x, torch.nn.Parameter)
+
+
+class _Shown(torch.autograd.Function):
+    """The value of a loss of means, of which no gradient is taken: it would be zero in silence."""
+
+    @staticmethod
+    def forward(ctx, name, _, loss):
+        ctx.name = name
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise ValueError(
+            f"{ctx.name}: the loss that value_and_grad returned: got a gradient of it, wanted one of its gradients "
+            "only, as a loss of means is a number to show; call loss_fn itself and take part.total / part.count"
+        )
 
 
 def _knowing(x: torch.Tensor, layout: Layout | None) -> torch.Tensor:

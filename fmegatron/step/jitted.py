@@ -15,13 +15,14 @@ import optree
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import World, kinds
+from fmegatron.collectives import World
 from fmegatron.collectives.known_ranks import recorded_mesh
 from fmegatron.layout import layout
+from fmegatron.step.agreement import communicates, require_same_graph, require_same_replicas
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.compile import usable_backend
 from fmegatron.step.donation import Donation, Leaf, require_own_memory
-from fmegatron.step.opaque import Entry, inline_layers
+from fmegatron.step.opaque import Entry
 from fmegatron.step.overlap.schedule import Overlap, overlap_of
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.progress import progress
@@ -49,6 +50,7 @@ class Compiled:
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
         self.program = Program(traced.graph_module, traced.fakes, traced.fake_mode, target, self.donated)
         self.stages = self.program.stages
+        self.number: int | None = None  # of what all ranks have compiled, if it communicates
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run: Callable[..., Any] | None = None
@@ -156,6 +158,8 @@ class Jitted:
         self.world, self.cache, self.checks = target.world, {}, check
         self._several = self.world is not None and self.world.size > 1
         self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
+        self._agreed = False  # whether something that communicates is compiled: then ranks are asked in each call
+        self._asked: Callable[[], bool] | None = None
         self._again: Again | None = None  # of the last call, if it took a State that the next one may take whole
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
@@ -179,6 +183,7 @@ class Jitted:
             if made is not None:
                 rest, spec = optree.tree_flatten(cast("Any", args[1:]))
                 if spec == again.spec and signature_of(rest, self._several) == again.signature:
+                    self._ask(again.compiled.number)
                     return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
         if tracing:
@@ -188,16 +193,45 @@ class Jitted:
         last = self._last
         if last is None or signature != last[0] or spec != last[1]:
             key = (spec, tuple(signature))
-            if not _known(key, self.cache, args):
+            known = _known(key, self.cache, args)
+            self._ask(self.cache[key].number if known else 0, (spec, signature))
+            if not known:
                 self._tell_second(spec, signature)
                 self.cache[key] = self._build(args, leaves)
             last = self._last = (signature, spec, self.cache[key])
+        else:
+            self._ask(last[2].number)
         compiled, self._again = last[2], None
         if compiled.whole is not None:
             others = optree.tree_structure(cast("Any", args[1:]))
             self._again = Again(compiled, others, last[0][compiled.whole.state.num_leaves :])
         # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
         return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
+
+    def _ask(self, number: int | None, new: tuple | None = None) -> None:
+        """Ask all ranks whether they run the same compiled signature in this call, and hear what they said of the last
+        one. new: structure and signature, of which this rank knows no compiled one or another than in its last call; it
+        waits for the others. ValueError where they have another; they are told in their next call, if they come to it.
+        """
+        if self.world is None or not self._agreed:
+            return
+        before, self._asked = self._asked, self.world.same_later(1 if number is None else number)
+        if before is not None and not before():
+            raise self._disagreement("in the call before this one", None)
+        if new is not None and not self._asked():
+            raise self._disagreement("here", new)
+
+    def _disagreement(self, where: str, new: tuple | None) -> ValueError:
+        assert self.world is not None and self._last is not None, "ranks called it before"
+        changed = "what it is called with has not changed on this rank"
+        if new is not None:
+            changed = f"on this rank {differences((self._last[1], self._last[0]), new)}"
+        return ValueError(
+            f"jit of {described(self.fn)}, called at {line_here()}: rank {self.world.rank}: got arguments "
+            f"{where} whose signature differs from that on other ranks: {changed}; wanted all ranks to change "
+            "shapes, dtypes and keys in the same call, as they wait for each other in it: give all ranks as many rows, "
+            "and pad the last batch"
+        )
 
     def _tell_second(self, spec, signature) -> None:
         """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
@@ -215,6 +249,12 @@ class Jitted:
             check = self._check if self.checks else None
             compiled = Compiled(self.fn, args, self.donate, target, check)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            if self._several and self.world is not None:
+                tell("comparing ranks")
+                sends, number = require_same_graph(compiled.traced, leaves, self.world, f"{self.name}")
+                if sends:
+                    compiled.number, self._agreed = number, True
+                    require_same_replicas(args, self.donate, self.world, self.name)
             require_own_memory(tensors, compiled.traced.in_paths, list(compiled.donated.values()))
             compile_ = functools.partial(compiled.compile, tell)
             if self.world is None:
@@ -240,7 +280,7 @@ class Jitted:
         )
         if self.donate:  # it updates a state: replicas that drift apart are never seen
             raise ValueError(text)
-        if self.world.rank == 0 and (len(missing) < len(traced.in_paths) or _communicates(traced)):
+        if self.world.rank == 0 and (len(missing) < len(traced.in_paths) or communicates(traced)):
             warnings.warn(f"{text}; this one is not checked", stacklevel=6)
         return None
 
@@ -387,12 +427,6 @@ def _share_memory(donated: Sequence[torch.Tensor], outs: Sequence[torch.Tensor])
     """Whether one of the outputs has memory of the new values of donated leaves."""
     memory = {storage_number(x.untyped_storage()) for x in donated}
     return any(storage_number(x.untyped_storage()) in memory for x in outs)
-
-
-def _communicates(traced: Traced) -> bool:
-    """Whether a traced function sends anything."""
-    nodes = inline_layers(traced.graph_module.graph).nodes
-    return any((found := kinds.collective_of(node.target)) is not None and found.sent is not None for node in nodes)
 
 
 def _name(fn: Callable) -> str:

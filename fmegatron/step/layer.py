@@ -18,6 +18,7 @@ from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
+from fmegatron.nn.first_gradient import first_only
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
@@ -302,9 +303,7 @@ class _Layer(torch.autograd.Function):
         of_weights = [grads.get(i + 1) for i in range(len(weights))]
         of_shards = of_weights if layer.prepare is None else _through(weights, of_weights, shards)
         grads = [grads.get(0), *of_shards]
-        if torch.is_grad_enabled():  # create_graph=True
-            name = f"layer {described(layer.fn)}"
-            grads = _NotTwice.apply(name, torch.zeros((), requires_grad=True), *grads)
+        grads = first_only(f"layer {described(layer.fn)}", grads)
         return None, None, None, None, *grads, *[None] * rest_spec.num_leaves
 
 
@@ -317,19 +316,3 @@ def _through(weights: list, grads: list, shards: list) -> list:
         taken = torch.autograd.grad([w for w, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
     taken = iter(taken)
     return [next(taken) if t.requires_grad else None for t in shards]
-
-
-class _NotTwice(torch.autograd.Function):
-    """Gradients of a layer, which are constants to autograd: another gradient of them would be silently zero."""
-
-    @staticmethod
-    def forward(ctx, name, _, *grads):
-        ctx.name = name
-        return tuple(None if g is None else g.view_as(g) for g in grads)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise ValueError(
-            f"{ctx.name}: got a gradient of its gradient, wanted first gradients only: its backward is one "
-            "compiled node; call the plain function where second gradients are taken"
-        )

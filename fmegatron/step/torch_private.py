@@ -74,6 +74,7 @@ __all__ = [
     "has_cpp_compiler",
     "inductor_decompositions",
     "last_call_of",
+    "last_recorded",
     "is_tracing",
     "lower_own",
     "make_fx",
@@ -84,6 +85,7 @@ __all__ = [
     "overload_name",
     "profiled_events",
     "quiet_about_shapes",
+    "reaches_before",
     "recording",
     "register_node",
     "storage_number",
@@ -216,6 +218,28 @@ def last_call_of(op: Op) -> torch.fx.Node | None:
     if mode is None:
         return None
     return next((node for node in reversed(mode.tracer.graph.nodes) if node.target is op), None)
+
+
+def last_recorded() -> torch.fx.Node | None:
+    """Where make_fx records (in this thread), the newest node."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+
+
+def reaches_before(root: torch.Tensor, began: torch.fx.Node | None) -> bool:
+    """Where make_fx records, whether the history of a tensor leads to a leaf of autograd's that was recorded before a
+    node, or was it: a gradient by it may be asked for later."""
+    mode, seen, todo = get_proxy_mode(), set(), [root.grad_fn]
+    while mode is not None and began is not None and todo:
+        at = todo.pop()
+        if at is None or at in seen:
+            continue
+        seen.add(at)
+        todo += [function for function, _ in at.next_functions]
+        slot = get_proxy_slot(at.variable, mode.tracer, None) if hasattr(at, "variable") else None
+        if slot is not None and not began < slot.proxy.node:
+            return True
+    return False
 
 
 def forget_constant(x) -> None:

@@ -215,6 +215,8 @@ def _explained(name: str):
     except AssertionError as e:
         if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
             raise
+        if _OF_FORWARD_MODE in str(e):
+            raise _refused(e, f"{name}: at {_raised_at(e)}: {_NO_FORWARD_MODE} ({e})") from None
         raise _refused(
             e,
             f"{name}: at {_raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
@@ -235,6 +237,22 @@ def _explained(name: str):
                 "while a step is traced a tensor has a shape and no values; keep it in tensors, or do this before or "
                 "after the step"
             )
+        elif "two devices, meta and" in text:
+            what = f"{name}: at {at}: {_NO_FORWARD_MODE} ({text})"
+        elif isinstance(e, kinds.Untransformable):
+            what = f"{name}: at {at}: {text}"
+        elif isinstance(e, RuntimeError) and any(words in text for words in _NOT_TRANSFORMED):
+            what = (
+                f"{name}: at {at}: got a transform of torch.func (grad, vjp, jvp, vmap) around a function whose "
+                "gradient is written by hand or taken inside (a compiled layer, attention, value_and_grad), wanted "
+                f"that function in plain torch, or torch.autograd.grad around it ({text.splitlines()[0]})"
+            )
+        elif isinstance(e, RuntimeError) and any(words in text for words in _NOT_TWICE):
+            what = (
+                f"{name}: at {at}: got a second gradient (create_graph=True) of a function that has a first one only "
+                "(ring attention, grouped products, torch's fused attention), wanted one that can be differentiated "
+                f"twice; write that function in plain torch there ({text.splitlines()[0]})"
+            )
         elif op is not None:
             what = (
                 f"{name}: {at}: {op.removeprefix(_FAILED)}: {text.rstrip('.')}; in a step tensors have the shapes of "
@@ -246,6 +264,14 @@ def _explained(name: str):
 
 
 _FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
+_OF_FORWARD_MODE = "device='meta'"
+_NO_FORWARD_MODE = (
+    "got a gradient through torch.func's forward mode (jvp, jacfwd, hessian), or a tensor on the device meta, wanted "
+    "reverse mode there: torch fills in tangents of zero that it cannot trace; "
+    "torch.autograd.grad((gradient * v).sum(), x) is the same product"
+)
+_NOT_TRANSFORMED = ("setup_context", "inside of a function being transformed", "generate_vmap_rule", "jvp function")
+_NOT_TWICE = ("once_differentiable", "derivative for ")
 _READS_MEMORY = (".numpy() is not supported", "numpy() on Tensor that requires grad", "data pointer of Tensor")
 
 

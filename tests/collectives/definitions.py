@@ -154,3 +154,35 @@ def by_definition(mesh: Mesh, axis, definition, values: list) -> list:
         group = sorted(others, key=lambda r: [mesh.coordinates(r)[a] for a in axis])
         out[rank] = definition([values[r] for r in group])[group.index(rank)]
     return out
+
+
+def make_second(name: str, axis):
+    """`step(x, g, h) -> (h through the transpose of the transpose, through that of this one)`: gradients of gradients,
+    whose value is linear in g and in h."""
+
+    def step(x, g, h):
+        leaf, g, h = (t.detach().requires_grad_() for t in (x, g, h))
+        with torch.enable_grad():
+            y = CASES[name][0](leaf, axis)
+            (dx,) = torch.autograd.grad(y, leaf, g, create_graph=True)
+            (dg,) = torch.autograd.grad(dx, g, h, create_graph=True)
+        (dh,) = torch.autograd.grad(dg, h, g)
+        return dg.detach(), dh
+
+    return step
+
+
+def make_transformed(name: str, axis):
+    """`step(x, g, h)`: what torch.func makes of a collective: vjp, jvp, and vmap of two rows of both."""
+
+    def step(x, g, h):
+        def call(x):
+            return CASES[name][0](x, axis)
+
+        _, pull = torch.func.vjp(call, x)
+        pulled = torch.func.vmap(pull)(torch.stack([g, 2 * g]))[0]
+        pushed = torch.func.vmap(lambda t: torch.func.jvp(call, (x,), (t,))[1])(torch.stack([h, 3 * h]))
+        rows = torch.func.vmap(call, in_dims=2, out_dims=1)(torch.stack([x, h, g.sum() * x], 2))
+        return pulled[0], pushed[1], rows[:, 1]
+
+    return step

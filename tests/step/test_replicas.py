@@ -9,7 +9,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop.replicas import ReplicasDifferError, compare, hashes
+from fmegatron.step.replicas import ReplicasDifferError, compare, hashes
 
 KINDS = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.bool, torch.complex64)
 
@@ -33,7 +33,7 @@ def test_every_bit_counts(dtype):
 
 
 def test_positions_count_in_long_arrays_and_nan_is_equal_to_itself(monkeypatch):
-    monkeypatch.setattr("fmegatron.loop.replicas._CHUNK", 7)
+    monkeypatch.setattr("fmegatron.step.replicas._CHUNK", 7)
     x = torch.arange(50.0)
     y = x.clone()
     y[[10, 40]] = x[[40, 10]]

@@ -52,31 +52,10 @@ def compare(state: structure.Tree, specs: structure.Tree, world, step: int) -> N
     kind of replication from each rank; the hashes of leaves are exchanged only when there is a difference.
     """
     layouts: list[Layout] = tree.leaves(tree.layouts(specs))
-    paths, leaves = tree.paths(state), tree.leaves(state)
-    chosen = [i for i, layout in enumerate(layouts) if layout.replicas > 1]
-    if world is None or world.size == 1 or not chosen:
+    found = compare_leaves(list(zip(tree.paths(state), tree.leaves(state), layouts, strict=True)), world)
+    if found is None:
         return
-    own = hashes([leaves[i] for i in chosen])
-    kinds = list(dict.fromkeys(layouts[i].replicated for i in chosen))
-    sums = torch.zeros(len(kinds), dtype=torch.int64)
-    for place, i in enumerate(chosen):
-        sums[kinds.index(layouts[i].replicated)] += own[place] * (2 * place + 1)
-    firsts = {}  # kind -> the rank that holds the first replica of what this rank holds
-    for i in chosen:
-        firsts.setdefault(layouts[i].replicated, layouts[i].rank_of(layouts[i].shard(world.rank)))
-    rows = world.gather_rows(sums)
-    differs = any(rows[firsts[kind], k] != sums[k] for k, kind in enumerate(kinds))
-    if int(world.minimum(torch.tensor([0 if differs else 1]))):
-        return
-    rows, bad = world.gather_rows(own), math.inf
-    for place, i in enumerate(chosen):
-        if rows[firsts[layouts[i].replicated], place] != own[place]:
-            bad = place * world.size + world.rank
-            break
-    bad = int(world.minimum(torch.tensor([len(chosen) * world.size if bad == math.inf else int(bad)])))
-    place, rank = divmod(bad, world.size)
-    layout, path = layouts[chosen[place]], paths[chosen[place]]
-    first = layout.rank_of(layout.shard(rank))
+    path, layout, first, rank = found
     raise ReplicasDifferError(
         f"{path}: after step {step} ranks {first} and {rank} hold different bits of the same elements ({layout}): one "
         "of the two has miscomputed, or its memory has changed; go back to a checkpoint, and look at both machines",
@@ -84,3 +63,33 @@ def compare(state: structure.Tree, specs: structure.Tree, world, step: int) -> N
         (first, rank),
         step,
     )
+
+
+def compare_leaves(leaves: list[tuple[str, torch.Tensor, Layout]], world) -> tuple[str, Layout, int, int] | None:
+    """(path, layout, rank, other rank) of the first of these leaves (path, local tensor, layout) whose replicas differ,
+    the same on all ranks, which all call it; None: none."""
+    chosen = [one for one in leaves if one[2].replicas > 1]
+    if world is None or world.size == 1 or not chosen:
+        return None
+    layouts = [layout for _, _, layout in chosen]
+    own = hashes([x for _, x, _ in chosen])
+    kinds = list(dict.fromkeys(layout.replicated for layout in layouts))
+    sums = torch.zeros(len(kinds), dtype=torch.int64)
+    for place, layout in enumerate(layouts):
+        sums[kinds.index(layout.replicated)] += own[place] * (2 * place + 1)
+    firsts = {}  # kind -> the rank that holds the first replica of what this rank holds
+    for layout in layouts:
+        firsts.setdefault(layout.replicated, layout.rank_of(layout.shard(world.rank)))
+    rows = world.gather_rows(sums)
+    differs = any(rows[firsts[kind], k] != sums[k] for k, kind in enumerate(kinds))
+    if int(world.minimum(torch.tensor([0 if differs else 1]))):
+        return None
+    rows, bad = world.gather_rows(own), math.inf
+    for place, layout in enumerate(layouts):
+        if rows[firsts[layout.replicated], place] != own[place]:
+            bad = place * world.size + world.rank
+            break
+    bad = int(world.minimum(torch.tensor([len(chosen) * world.size if bad == math.inf else int(bad)])))
+    place, rank = divmod(bad, world.size)
+    path, _, layout = chosen[place]
+    return path, layout, layout.rank_of(layout.shard(rank)), rank
