@@ -4,10 +4,11 @@ import inspect
 
 import pytest
 import torch
+from torch import nn as modules
 
-from fmegatron import plan, step, tree
+from fmegatron import model, nn, optim, plan, step, tree
 from fmegatron.collectives import connect
-from fmegatron.layout import Mesh
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step import Overlap, jit
 from fmegatron.step.overlap.schedule import hides, overlapped, planned_peak
 from fmegatron.step.timelines.planned import PaperWorld, launches
@@ -48,6 +49,56 @@ def test_the_bar_of_a_module_holds_by_default(way):
     by_default, in_order = plan.exact(*parts, mesh), plan.exact(*parts, mesh, overlap=False)
     assert by_default.transient <= 1.05 * in_order.transient and by_default.transient <= 4 * LEAF + (1 << 20)
     assert hides(by_default.graph.nodes) and not hides(in_order.graph.nodes)
+
+
+LAYERS, DIM = 16, 1024  # of 4 MiB each
+ORDINARY = modules.Sequential(
+    *[part for _ in range(LAYERS) for part in (modules.Linear(DIM, DIM, bias=False), modules.Tanh())]
+)
+
+
+def by_module(params, batch):
+    x = torch.func.functional_call(ORDINARY, params, (batch["x"],))
+    return step.mean(x.square().sum(), x.numel())
+
+
+def by_loop(shards, batch):
+    x = batch["x"]
+    for name in shards:
+        x = torch.tanh(x @ nn.gather_tree({"w": shards[name]})["w"].mT)
+    return step.mean(x.square().sum(), x.numel())
+
+
+def of_own_loss(mesh: Mesh, loss_fn) -> step.Description:
+    """Plain SGD under ZeRO-3: the state is a shard of the parameters alone."""
+    shapes = {name: tuple(p.shape) for name, p in ORDINARY.named_parameters()}
+    specs = tree.specs(shapes, mesh, init=tree.Normal(0.03), strategy=DataParallel.zero3())
+    shape = {"x": ((8 * mesh.size, DIM), torch.float32)}
+    return step.build(loss_fn, optim.sgd(1e-3), specs, shape, shards=loss_fn is by_loop)
+
+
+def of_model_loss(mesh: Mesh) -> step.Description:
+    decoder = model.llama(vocab_size=64, dim=256, layers=LAYERS, heads=4, kv_heads=4, ffn_dim=1024, max_seq=8)
+    return model.build(decoder, optim.sgd(1e-3), mesh, (8, 8), strategy="zero3")
+
+
+OWN = {
+    "functional_call": lambda mesh: of_own_loss(mesh, by_module),
+    "a loop by hand": lambda mesh: of_own_loss(mesh, by_loop),
+    "model.loss": of_model_loss,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", [*list(OWN)[:2], pytest.param("model.loss", marks=pytest.mark.slow)])
+def test_sixteen_layers_take_a_shard_and_four_layers(way):
+    """State included, on fsdp=8, by default, however the step is written: 26 MiB at most, 76 as written."""
+    mesh = Mesh(fsdp=8)
+    made = OWN[way](mesh)
+    assert sum(spec.layout.nbytes for spec in tree.leaves(made.state.params)) >= LAYERS * LEAF
+    found = plan.exact(made.function, made.state, made.batch, mesh)
+    assert found.peak <= 26 << 20, str(found)
+    assert hides(found.graph.nodes)
 
 
 def test_the_limit_counts_what_is_measured():
