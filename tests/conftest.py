@@ -94,6 +94,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)  # when the fixtures of the module are gone
+def pytest_runtest_teardown(item, nextitem):
+    """Of what a module leaves, the rest once its garbage is collected stays to the end, too: tests that trace import
+    half of torch, which each collection of a later test would walk."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
     """Of each test that is marked long a seventh of its cases, at least one; the rest is slow, but what is named."""

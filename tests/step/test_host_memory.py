@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from fmegatron.step.streamed import How, Streamed, streamed
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.write_back import donated_leaves
 from fmegatron.testing.interpret import interpret
+from tests.pairs import each_value
 from tests.step import tiny
 
+NAME = operator.attrgetter("__name__")
 CONFIG = tiny.config_with(torch.bfloat16)
 ONE = Mesh()
 OPTIMIZERS = {
@@ -64,6 +67,12 @@ def trained(optimizer, memory, count=3, backend="eager", host_bytes=700, donate=
         state, metrics = run(state, batch)
         seen.append(metrics)
     return state, seen, run
+
+
+@functools.cache
+def on_device(count: int = 3):
+    """The state after some updates of AdamW whose state is on the device: not to be donated."""
+    return trained(optim.adamw(1e-2), "device", count=count)[0]
 
 
 def assert_same(a, b):
@@ -134,9 +143,9 @@ class Early(buckets.InOrder):
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers(name):
-    on_device, before, _ = trained(OPTIMIZERS[name](), "device")
+    wanted, before, _ = trained(OPTIMIZERS[name](), "device")
     on_host, after, run = trained(OPTIMIZERS[name](), "host")
-    assert_same((on_device, before), (on_host, after))
+    assert_same((wanted, before), (on_host, after))
     assert len(node_of(run)) == 1
     dims = {path: x for path, x in zip(tree.paths(on_host.opt), tree.leaves(on_host.opt), strict=True) if x.dim()}
     assert dims and all(memory_of(x) == "host" for x in dims.values())
@@ -210,7 +219,7 @@ def test_moments_alone():
     memories = {path: memory_of(x) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)}
     assert {memory for path, memory in memories.items() if "adam" in path} == {"host"}
     assert {memory for path, memory in memories.items() if "adam" not in path} == {"device"}
-    assert_same(state, trained(optim.adamw(1e-2), "device")[0])
+    assert_same(state, on_device())
     assert len(node_of(run)) == 1
 
 
@@ -233,14 +242,14 @@ def simulated(strategy, memory, mesh, streams, optimizer):
     run, specs = made(optimizer, memory, mesh, strategy, tiny.config_with(torch.float64))
     ranks = [tree.init(specs, 0, rank) for rank in range(mesh.size)]
     layouts = {name: strategy.batch_layout((8, CONFIG.max_seq), torch.int64, mesh) for name in ("tokens", "labels")}
-    for batch in batches(2, rows=8):
-        rows = testing.split(batch, layouts)
-        traced = step.trace(run, (ranks[0], rows[0]))
-        module = traced.graph_module
-        if streams:
-            donated = donated_leaves(traced, (ranks[0], rows[0]), (0,))
-            module = streamed(module, donated, How("eager", (), 900), traced.fake_mode)
-            assert any(isinstance(entry_of(node), Streamed) for node in module.graph.nodes)
+    ahead = [testing.split(batch, layouts) for batch in batches(2, rows=8)]
+    traced = step.trace(run, (ranks[0], ahead[0][0]))
+    module = traced.graph_module
+    if streams:
+        donated = donated_leaves(traced, (ranks[0], ahead[0][0]), (0,))
+        module = streamed(module, donated, How("eager", (), 900), traced.fake_mode)
+        assert any(isinstance(entry_of(node), Streamed) for node in module.graph.nodes)
+    for rows in ahead:
         columns = [tree.leaves(args) for args in zip(ranks, rows, strict=True)]
         outs, _ = interpret(module.graph, mesh, [list(column) for column in zip(*columns, strict=True)])
         results = [traced.result([out[r] for out in outs]) for r in range(mesh.size)]
@@ -248,8 +257,7 @@ def simulated(strategy, memory, mesh, streams, optimizer):
     return ranks
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid"])
+@pytest.mark.parametrize(("strategy", "name"), each_value(["zero1", "zero2", "zero3", "hybrid"], ["adamw", "muon"]))
 def test_ranks(strategy, name):
     mesh = Mesh(dp=2, fsdp=2)
     by = DataParallel.named(strategy)
@@ -286,11 +294,9 @@ def with_copies(monkeypatch, copies, host_bytes=700, count=2):
     return trained(optim.adamw(1e-2), "host", count=count, host_bytes=host_bytes)[0]
 
 
-@pytest.mark.parametrize("copies", [Late, Early])
-@pytest.mark.parametrize("host_bytes", [12, 100, 700, 1 << 20])
-def test_no_piece_is_read_before_it_arrived_nor_overwritten_before_it_left(monkeypatch, copies, host_bytes):
-    wanted = trained(optim.adamw(1e-2), "device", count=1)[0]
-    assert_same(wanted, with_copies(monkeypatch, copies(), host_bytes, count=1))
+@pytest.mark.parametrize(("host_bytes", "copies"), each_value([12, 100, 700, 1 << 20], [Late, Early], ids=[str, NAME]))
+def test_no_piece_is_read_before_it_arrived_nor_overwritten_before_it_left(monkeypatch, host_bytes, copies):
+    assert_same(on_device(1), with_copies(monkeypatch, copies(), host_bytes, count=1))
 
 
 def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
@@ -441,11 +447,10 @@ def test_check_passes_the_step(strategy):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("memories", [("host", "device"), ("device", "host"), ("host", "host")])
 def test_a_run_goes_on_in_another_memory(tmp_path, memories):
-    wanted = trained(optim.adamw(1e-2), "device", count=3)[0]
-    state, _, _ = trained(optim.adamw(1e-2), memories[0], count=2)
+    state = on_device(2) if memories[0] == "device" else trained(optim.adamw(1e-2), "host", count=2)[0]
     checkpoint.save(tmp_path / "at_2", state)
     run, specs = made(optim.adamw(1e-2), memories[1])
     state = checkpoint.restore(tmp_path / "at_2", specs)
     assert {memory_of(x) for x in tree.leaves(state.opt) if x.dim()} == {memories[1]}
     state, _ = jit(run, donate=0, backend="eager", host_bytes=700)(state, batches(3)[2])
-    assert_same(wanted, state)
+    assert_same(on_device(), state)
