@@ -335,7 +335,7 @@ def lower_own() -> None:
                     found[item.args[1]] = user.args[0].target
         return found
 
-    def own(xs):
+    def own(xs, old):  # nothing is done with the old values: that they are read here keeps their memory unchanged
         target, taken, values = written_into(virtualized.graph.current_node), set(), []
         for i, x in enumerate(xs):
             box, inner = place_of(x)
