@@ -65,14 +65,17 @@ __all__ = [
     "TorchDispatchMode",
     "below_autograd",
     "compile_flat_graph",
+    "cpp_compiler",
     "decomposition_of",
     "extract_subgraph",
+    "forget_compiled",
     "forget_constant",
     "functional_graph",
     "fx_traceback",
     "graph_module_of",
-    "has_cpp_compiler",
     "inductor_decompositions",
+    "inductor_default_folder",
+    "inductor_folder",
     "last_call_of",
     "is_tracing",
     "lower_own",
@@ -369,12 +372,28 @@ def functional_graph(graph_module, fakes):
     )
 
 
-def has_cpp_compiler() -> bool:
-    """Whether Inductor can compile for the CPU here."""
+def cpp_compiler() -> str | None:
+    """The command with which Inductor compiles for the CPU here, None if there is none."""
     if get_cpp_compiler is None:
-        return False
+        return None
     try:
         with contextlib.redirect_stderr(sys.stdout):
-            return shutil.which(get_cpp_compiler()) is not None
+            found = get_cpp_compiler()
     except InvalidCxxCompiler:
-        return False
+        return None
+    return found if shutil.which(found) is not None else None
+
+
+def inductor_folder() -> str:
+    """Where Inductor keeps what it compiled."""
+    return importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+
+
+def inductor_default_folder() -> str:
+    """Where it would without a setting; headers that it has compiled are there always."""
+    return importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+
+
+def forget_compiled() -> None:
+    """Empty Inductor's caches in memory, which know files of the folder by name."""
+    importlib.import_module("torch._inductor.utils").clear_caches()
