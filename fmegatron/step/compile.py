@@ -9,6 +9,7 @@ import torch
 
 from fmegatron.step.compile_cache import compiler_settings, with_mended_cache
 from fmegatron.step.lower import copy_module
+from fmegatron.step.real_strides import with_copying_views
 from fmegatron.step.torch_private import (
     compile_flat_graph,
     cpp_compiler,
@@ -66,8 +67,8 @@ def compile_graph(
 
             return with_vectors
         if backend == "aot_eager":
-            return functional_graph(graph_module, fakes)
-        return graph_module
+            return functional_graph(graph_module, fakes, with_copying_views)
+        return with_copying_views(graph_module)
 
 
 def _of_vectors(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -11,7 +11,7 @@ import operator
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -356,15 +356,17 @@ def lower_own() -> None:
     lowering.register_lowering(torch.ops.fmegatron_step.own.default, type_promotion_kind=None)(own)
 
 
-def functional_graph(graph_module, fakes):
+def functional_graph(graph_module, fakes, last: Callable):
     """What AOTAutograd makes of a flat graph of tensors, run op by op -> callable(*tensors) -> list; no Dynamo.
+
+    last: a pass over the graph that runs, module -> module.
 
     The "aot_eager" of torch.compile goes through Dynamo, which takes a double without dims for a number: it forgets
     what is written into one, and it keeps every graph for as long as the process lives.
     """
 
     def as_it_is(functional, inputs):
-        return make_boxed_func(functional.forward)
+        return make_boxed_func(last(functional).forward)
 
     compiler = cast("Any", as_it_is)  # torch's type asks for attributes that it reads of Inductor's own only
     return aot_module_simplified(
