@@ -31,6 +31,7 @@ from fmegatron.loop.stragglers import Stragglers
 from fmegatron.loop.training import StepInfo, train
 from fmegatron.loop.windows import Windows
 from fmegatron.step import replicas
+from fmegatron.step.jitted import Jitted
 
 MOST_ROLL_BACKS = 10  # of one process
 
@@ -90,6 +91,8 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
                 if not own.began or not restarts.again(error, own.finished, lambda: stop.signal is not None):
                     raise
             run.state = None
+            if isinstance(run.step, Jitted):
+                run.step.last = None  # its memory is that of the state that is read now
 
 
 def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:

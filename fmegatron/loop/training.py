@@ -9,6 +9,7 @@ for info in train(step, state, source, steps=1000, start=done, tokens_per_step=t
         log(report.step, report.record())
 """
 
+import contextlib
 import numbers
 import time
 import warnings
@@ -26,6 +27,7 @@ from fmegatron.loop.metrics import fetch, mean
 from fmegatron.loop.nonfinite import broken, look
 from fmegatron.loop.signals import Stop
 from fmegatron.loop.verdicts import Verdicts
+from fmegatron.step import State
 from fmegatron.tree import structure
 
 
@@ -36,7 +38,8 @@ class StepInfo:
     step: number of updates that `state` has seen. last: no further step follows. stopping: last because of a signal.
     metrics: floats at log points, else empty. seconds (per step) and tokens_per_second (all ranks): means since the
     log point before, without the caller's own time; 0.0 between log points.
-    state: valid until the next step when the step donates its state, so save or copy it now.
+    state: valid until the next step when the step donates its state, so save or copy it now. Behind a Ctrl-C inside of
+    `train`, `step` and `state` of the last info are those of the newest living state; a jitted step has it as `.last`.
     tensors: the metrics of every step, as the step returned them, still on the device.
     save: a signal asked for a checkpoint now (`catch`), on all ranks after the same step.
     waited: seconds per step that it waited for its batch, in the mean since the log point before; 0.0 between them.
@@ -142,15 +145,42 @@ class _Loop:
 def _read_ahead(loop: _Loop, state: structure.Tree, source: Source) -> Iterator[StepInfo]:
     """`_updates`, whose batches are made while the step before runs."""
     with ahead(source) as reader:
-        at, before = loop.start, 0.0
-        for info in _updates(loop, state, reader):
-            if info.metrics:
-                info = replace(info, waited=(reader.waited - before) / (info.step - at))
-                at, before = info.step, reader.waited
-            yield info
+        at, before, info, reached = loop.start, 0.0, None, _Reached(loop.start, state)
+        try:
+            for info in _updates(loop, state, reader, reached):
+                if info.metrics:
+                    info = replace(info, waited=(reader.waited - before) / (info.step - at))
+                    at, before = info.step, reader.waited
+                yield info
+        except KeyboardInterrupt:
+            if info is not None:
+                _bring_up(info, reached)
+            raise
 
 
-def _updates(loop: _Loop, state: structure.Tree, batch_at: Callable[[int], structure.Tree]) -> Iterator[StepInfo]:
+@dataclass
+class _Reached:
+    """The newest state, and the updates that it has seen."""
+
+    step: int
+    state: structure.Tree
+
+
+def _bring_up(info: StepInfo, reached: _Reached) -> None:
+    """Behind an interrupt: the info that the caller has says which state is alive, and how many updates it has seen.
+
+    An update that was interrupted has been made, in the memory of the state that the caller has (`step.donation`)."""
+    step, state = reached.step, reached.state
+    if isinstance(state, State):
+        with contextlib.suppress(ValueError):  # lost, which it says itself
+            step += int(state.step) == step + 1
+    object.__setattr__(info, "step", step)
+    object.__setattr__(info, "state", state)
+
+
+def _updates(
+    loop: _Loop, state: structure.Tree, batch_at: Callable[[int], structure.Tree], reached: _Reached
+) -> Iterator[StepInfo]:
     step, world, stop, verdicts, pulse = loop.step, loop.world, loop.stop, loop.verdicts, loop.pulse
     alone = world is None or world.size == 1
     asked = None  # of the step before: its question
@@ -163,6 +193,7 @@ def _updates(loop: _Loop, state: structure.Tree, batch_at: Callable[[int], struc
         before, (state, metrics) = state, step(state, batch)
         if verdicts.skips:
             state = verdicts.skip(number, before, state, metrics)
+        reached.step, reached.state = number, state
         del before
         stopping, saving, doubt, about = False, False, [False, False], number  # doubt: about that update
         if alone:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import torch
 
+from fmegatron.step.compile_cache import compiler_settings, with_mended_cache
 from fmegatron.step.lower import copy_module
+from fmegatron.step.real_strides import with_copying_views
 from fmegatron.step.torch_private import (
     compile_flat_graph,
+    cpp_compiler,
     functional_graph,
-    has_cpp_compiler,
     lower_own,
     outside_of_tracing,
     write_code,
@@ -30,7 +32,7 @@ def usable_backend(backend: str, device: torch.device) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, wanted one of {', '.join(BACKENDS)}")
-    if backend in ("inductor", "compile") and device.type == "cpu" and not has_cpp_compiler():
+    if backend in ("inductor", "compile") and device.type == "cpu" and cpp_compiler() is None:
         warnings.warn(
             "no C++ compiler found: the step runs uncompiled (backend aot_eager). Install the package g++ (or clang), "
             "or set CXX, for full speed.",
@@ -50,16 +52,23 @@ def compile_graph(
     patches: values of torch._inductor.config for this graph alone.
     """
     patches = dict(patches or {})
+    if backend not in IN_ORDER:
+        patches = compiler_settings() | patches
     with outside_of_tracing(), torch.no_grad():
         if backend == "inductor":
-            return compile_flat_graph(graph_module, fakes, patches)
+            return with_mended_cache(lambda: compile_flat_graph(graph_module, fakes, patches))
         if backend == "compile":
             lower_own()
             run = torch.compile(_of_vectors(graph_module), fullgraph=True, dynamic=False, options=patches)
-            return lambda *tensors: run(*(x if x.dim() else x.view(1) for x in tensors))
+
+            def with_vectors(*tensors: torch.Tensor):
+                vectors = [x if x.dim() else x.view(1) for x in tensors]
+                return with_mended_cache(lambda: run(*vectors))  # the first call compiles
+
+            return with_vectors
         if backend == "aot_eager":
-            return functional_graph(graph_module, fakes)
-        return graph_module
+            return functional_graph(graph_module, fakes, with_copying_views)
+        return with_copying_views(graph_module)
 
 
 def _of_vectors(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -46,8 +46,26 @@ class Leaf:
             )
         return ValueError(
             f"leaf {self.path!r}: got a {self.what} that was donated to {self.name}, which has put new values into its "
-            f"memory, wanted one that is alive; use what {self.name} returned; {_KEEP}"
+            f"memory, wanted one that is alive; use what {self.name} returned; it is the .last of its jit; {_KEEP}"
         )
+
+
+@dataclass
+class Newest:
+    """The newest living value of the one argument that a jit donates. position: of the argument, and of its new value
+    among several results. given: that of the call under way."""
+
+    position: int
+    given: Any = None
+    value: Any = None
+
+    def returned(self, result: Any) -> None:
+        """A call has returned this."""
+        self.value = result[self.position] if type(result) is tuple else result
+
+    def kept(self) -> None:
+        """Nobody gets the result of the call under way."""
+        self.value = self.given
 
 
 class Donated(torch.Tensor):
@@ -86,8 +104,14 @@ class Donation:
     written: Sequence[int] = ()
     harmless: bool = False
 
-    def __init__(self, leaves: Sequence[Leaf], paths: Sequence[str], devices: Sequence[torch.device]):
-        self.leaves, self.paths = list(leaves), paths
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        paths: Sequence[str],
+        devices: Sequence[torch.device],
+        newest: Newest | None = None,
+    ):
+        self.leaves, self.paths, self.newest = list(leaves), paths, newest
         self.positions = [leaf.position for leaf in self.leaves]
         self.empty = [torch.empty(0, device=device) for device in devices]
         self.plain = [torch.Tensor] * len(self.leaves)
@@ -139,8 +163,13 @@ class Donation:
                 ran = True
                 result = finish(new, outs)
                 end("")
+                # Here, where nothing interrupts: between the end of this call and the caller's `state =` it is lost.
+                if self.newest is not None:
+                    self.newest.returned(result)
             return result
         except BaseException as error:
+            if self.newest is not None:
+                self.newest.kept()
             if ran:
                 revive()
             elif not safe:

@@ -21,7 +21,7 @@ from fmegatron.layout import layout
 from fmegatron.step.agreement import communicates, require_same_graph, require_same_replicas
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.compile import usable_backend
-from fmegatron.step.donation import Donation, Leaf, require_own_memory
+from fmegatron.step.donation import Donation, Leaf, Newest, require_own_memory
 from fmegatron.step.opaque import Entry
 from fmegatron.step.overlap.schedule import Overlap, overlap_of
 from fmegatron.step.passes import Program, Target
@@ -43,7 +43,7 @@ class Compiled:
     stages: name -> graph module, in order "trace", "lower", "overlap", "stream", "donate", "exchange".
     """
 
-    def __init__(self, fn, args, donate, target: Target, check=None):
+    def __init__(self, fn, args, donate, target: Target, check=None, newest: Newest | None = None):
         self.traced: Traced = trace(fn, args, mesh=None if target.world is None else target.world.mesh)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         checked = check is not None or target.world is None or target.world.size == 1
@@ -60,13 +60,13 @@ class Compiled:
             labels[i] = labels[i] or found.label
         self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
         if self.donated:
-            self.donation = self._donation(_name(fn))
+            self.donation = self._donation(_name(fn), newest)
         self.whole = Whole.of(self.traced, self.donated, args, donate) if self.donated else None
 
-    def _donation(self, name: str) -> Donation:
+    def _donation(self, name: str, newest: Newest | None) -> Donation:
         paths, fakes = self.traced.in_paths, self.traced.fakes
         leaves = [Leaf(position, paths[position], name) for position in self.donated.values()]
-        return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves])
+        return Donation(leaves, paths, [fakes[leaf.position].device for leaf in leaves], newest)
 
     def compile(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Compile the layers inside, then the graph around them. tell: hears what is being compiled."""
@@ -151,12 +151,17 @@ class Again(NamedTuple):
 
 
 class Jitted:
-    """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature."""
+    """What `jit` returns: call it like the function. cache: key -> Compiled, one per distinct signature.
+
+    last: of a jit that donates one argument, the newest living value of it: what the last call returned in its place,
+    or what an interrupted call was given. It holds that memory until the next call, or until it is set to None.
+    """
 
     def __init__(self, fn, donate, target: Target, check, allow):
         self.allow, self.fn, self.donate, self.target = allow, fn, donate, target
         self.world, self.cache, self.checks = target.world, {}, check
         self._several = self.world is not None and self.world.size > 1
+        self._newest = Newest(donate[0]) if len(donate) == 1 else None
         self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
         self._agreed = False  # whether something that communicates is compiled: then ranks are asked in each call
         self._asked: Callable[[], bool] | None = None
@@ -164,6 +169,16 @@ class Jitted:
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
+
+    @property
+    def last(self) -> Any:
+        """None before the first call, and where several arguments are donated."""
+        return None if self._newest is None else self._newest.value
+
+    @last.setter
+    def last(self, value: None) -> None:
+        if self._newest is not None:
+            self._newest.value = value
 
     def __repr__(self) -> str:
         where = "one process" if self.world is None else f"rank {self.world.rank} of {self.world.mesh}"
@@ -178,6 +193,8 @@ class Jitted:
                 "is how donate and layouts name them"
             )
         again, tracing = self._again, is_tracing()
+        if self._newest is not None and not tracing and len(args) > self._newest.position:
+            self._newest.given = args[self._newest.position]
         if again is not None and args and type(args[0]) is State and not tracing:
             made = args[0].untouched(again.compiled.whole)
             if made is not None:
@@ -247,7 +264,7 @@ class Jitted:
         with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
             tell("tracing")
             check = self._check if self.checks else None
-            compiled = Compiled(self.fn, args, self.donate, target, check)
+            compiled = Compiled(self.fn, args, self.donate, target, check, self._newest)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if self._several and self.world is not None:
                 tell("comparing ranks")

@@ -3,7 +3,8 @@
 Where a graph runs op by op, its operators determine where values are. Inductor drops copies that
 change nothing (clone, a cast there and back, x * ones, a cat of one) and computes in the memory of inputs that are
 written later (index_put), so there it is asked when it has decided: the operator `own` takes all outputs at the end of
-a graph, and is lowered to copies of those whose memory is not theirs alone (`torch_private.lower_own`).
+a graph, and is lowered to copies of those whose memory is not theirs alone (`torch_private.lower_own`). It takes the
+inputs that are written as well (`_read_to_the_end`).
 """
 
 from __future__ import annotations
@@ -13,29 +14,52 @@ import operator
 import torch
 
 from fmegatron.step.graph.memory import memory_of
-from fmegatron.step.graph.nodes import items_of
+from fmegatron.step.graph.nodes import items_of, written_by
+from fmegatron.step.graph.order import ancestors
 from fmegatron.step.torch_private import outside_of_tracing
 
 __all__ = ["barrier", "in_own_memory", "with_own_outputs"]
 
 
-def in_own_memory(graph: torch.fx.Graph, outs: list, written: list, in_order: bool) -> tuple[list, list]:
+def in_own_memory(graph: torch.fx.Graph, outs: list, written: list, into: list, in_order: bool) -> tuple[list, list]:
     """The same values as (outputs, values that are written into inputs at the end), where the graph inserts.
 
-    outs get memory of their own; written may share it, because it is copied from, but not with an input.
-    in_order: whether the graph runs op by op.
+    outs get memory of their own; written may share it, because it is copied from, but not with an input. into: the
+    inputs that `written` are written into. in_order: whether the graph runs op by op.
     """
     if in_order:
         return _copied_where_shared(graph, outs, written)
     values = [*outs, *written]
     if not values:
         return [], []
-    node = graph.call_function(torch.ops.fmegatron_step.own.default, (values,))
+    old = _read_to_the_end(graph, dict(zip(into, written, strict=True)))
+    node = graph.call_function(torch.ops.fmegatron_step.own.default, (values, old))
     node.meta["val"] = [_copy_of(value) for value in values]
     own = [graph.call_function(operator.getitem, (node, i)) for i in range(len(values))]
     for value, like in zip(own, node.meta["val"], strict=True):
         value.meta["val"] = like
     return own[: len(outs)], own[len(outs) :]
+
+
+def _read_to_the_end(graph: torch.fx.Graph, new: dict[torch.fx.Node, torch.fx.Node]) -> list[torch.fx.Node]:
+    """The inputs whose old value must be there until all is computed. new: input -> the value that it is given.
+
+    Inductor writes at indices (index_put, a slice) in the memory of an input that nothing reads any more and that is
+    overwritten later. Its scheduler then no longer sees that what reads this memory at other indices (flip) has to be
+    over before the new value is written, and may do both in one loop. So an input is written once at most: in place
+    only by the very node that makes its new value of it, and only if all others that read it come before that one.
+    """
+    before = {node: node.all_input_nodes for node in graph.nodes}
+    memory = memory_of(graph.nodes)
+    changed = {memory[source] for node in graph.nodes for source in written_by(node)}
+
+    def written_once(leaf: torch.fx.Node, value: torch.fx.Node) -> bool:
+        if value not in leaf.users or memory[value] in changed:
+            return False
+        others = set(leaf.users) - {value}
+        return not others or others <= ancestors([value], before)
+
+    return [leaf for leaf, value in new.items() if not written_once(leaf, value)]
 
 
 def _copied_where_shared(graph: torch.fx.Graph, outs: list, written: list) -> tuple[list, list]:
@@ -73,7 +97,7 @@ def with_own_outputs(graph_module: torch.fx.GraphModule) -> None:
     output = graph.output_node()
     outs = list(items_of(output.args[0]))
     with graph.inserting_before(output):
-        own, _ = in_own_memory(graph, outs, [], in_order=True)
+        own, _ = in_own_memory(graph, outs, [], [], in_order=True)
     if own != outs:
         output.args = (own,)
         graph_module.recompile()
@@ -85,9 +109,9 @@ def _define_ops():
     library.define("barrier(Tensor x, Tensor after) -> Tensor")
     library.impl("barrier", lambda x, after: x.clone(), "CompositeExplicitAutograd")
     torch.library.register_fake("fmegatron_step::barrier", lambda x, after: torch.empty_like(x), lib=library)
-    library.define("own(Tensor[] xs) -> Tensor[]")
-    library.impl("own", lambda xs: [x.clone() for x in xs], "CompositeExplicitAutograd")
-    torch.library.register_fake("fmegatron_step::own", lambda xs: [torch.empty_like(x) for x in xs], lib=library)
+    library.define("own(Tensor[] xs, Tensor[] old) -> Tensor[]")
+    library.impl("own", lambda xs, old: [x.clone() for x in xs], "CompositeExplicitAutograd")
+    torch.library.register_fake("fmegatron_step::own", lambda xs, old: [torch.empty_like(x) for x in xs], lib=library)
     return library
 
 

@@ -11,7 +11,7 @@ import operator
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -65,14 +65,17 @@ __all__ = [
     "TorchDispatchMode",
     "below_autograd",
     "compile_flat_graph",
+    "cpp_compiler",
     "decomposition_of",
     "extract_subgraph",
+    "forget_compiled",
     "forget_constant",
     "functional_graph",
     "fx_traceback",
     "graph_module_of",
-    "has_cpp_compiler",
     "inductor_decompositions",
+    "inductor_default_folder",
+    "inductor_folder",
     "last_call_of",
     "last_recorded",
     "is_tracing",
@@ -359,7 +362,7 @@ def lower_own() -> None:
                     found[item.args[1]] = user.args[0].target
         return found
 
-    def own(xs):
+    def own(xs, old):  # nothing is done with the old values: that they are read here keeps their memory unchanged
         target, taken, values = written_into(virtualized.graph.current_node), set(), []
         for i, x in enumerate(xs):
             box, inner = place_of(x)
@@ -377,15 +380,17 @@ def lower_own() -> None:
     lowering.register_lowering(torch.ops.fmegatron_step.own.default, type_promotion_kind=None)(own)
 
 
-def functional_graph(graph_module, fakes):
+def functional_graph(graph_module, fakes, last: Callable):
     """What AOTAutograd makes of a flat graph of tensors, run op by op -> callable(*tensors) -> list; no Dynamo.
+
+    last: a pass over the graph that runs, module -> module.
 
     The "aot_eager" of torch.compile goes through Dynamo, which takes a double without dims for a number: it forgets
     what is written into one, and it keeps every graph for as long as the process lives.
     """
 
     def as_it_is(functional, inputs):
-        return make_boxed_func(functional.forward)
+        return make_boxed_func(last(functional).forward)
 
     compiler = cast("Any", as_it_is)  # torch's type asks for attributes that it reads of Inductor's own only
     return aot_module_simplified(
@@ -393,12 +398,28 @@ def functional_graph(graph_module, fakes):
     )
 
 
-def has_cpp_compiler() -> bool:
-    """Whether Inductor can compile for the CPU here."""
+def cpp_compiler() -> str | None:
+    """The command with which Inductor compiles for the CPU here, None if there is none."""
     if get_cpp_compiler is None:
-        return False
+        return None
     try:
         with contextlib.redirect_stderr(sys.stdout):
-            return shutil.which(get_cpp_compiler()) is not None
+            found = get_cpp_compiler()
     except InvalidCxxCompiler:
-        return False
+        return None
+    return found if shutil.which(found) is not None else None
+
+
+def inductor_folder() -> str:
+    """Where Inductor keeps what it compiled."""
+    return importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+
+
+def inductor_default_folder() -> str:
+    """Where it would without a setting; headers that it has compiled are there always."""
+    return importlib.import_module("torch._inductor.runtime.cache_dir_utils").default_cache_dir()
+
+
+def forget_compiled() -> None:
+    """Empty Inductor's caches in memory, which know files of the folder by name."""
+    importlib.import_module("torch._inductor.utils").clear_caches()

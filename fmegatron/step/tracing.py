@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ from fmegatron.step.torch_private import (
     TorchDispatchMode,
     forget_constant,
     fx_traceback,
+    opname,
     outside_of_tracing,
     quiet_about_shapes,
     recording,
@@ -125,7 +128,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None
     mode = fake_mode or FakeTensorMode()
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
     known = next((label.layout.mesh for label in labels if label is not None), None)
-    with record(mode, name, known or mesh) as recorder:
+    of_paths = {storage_of(x): path for x, path in zip(fakes, in_paths, strict=True)}
+    with record(mode, name, known or mesh, of_paths) as recorder:
         for x, label in zip(recorder.inputs(fakes), labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)
@@ -171,13 +175,16 @@ def make_fakes(tensors, mode) -> list:
 
 
 @contextlib.contextmanager
-def record(mode, name: str, mesh: layout.Mesh | None = None) -> Iterator[Recorder]:
+def record(
+    mode, name: str, mesh: layout.Mesh | None = None, paths: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
     because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
-    None: that of the trace around it, where there is one."""
+    None: that of the trace around it, where there is one. paths: of the arguments by their memory (`storage_of`), which
+    errors name."""
     root = Recorded(mesh or recorded_mesh())
     with (
-        _explained(name),
+        _explained(name, paths),
         quiet_about_shapes(),
         generators_kept(name),
         outside_of_tracing(),
@@ -186,8 +193,8 @@ def record(mode, name: str, mesh: layout.Mesh | None = None) -> Iterator[Recorde
         mode,
         fx_traceback.preserve_node_meta(),
         recording(root) as recorder,
-        _Lines(),
-        _Copies(),
+        _Lines(paths),
+        _Copies(paths),
     ):
         yield recorder
 
@@ -202,8 +209,9 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
 
 
 @contextlib.contextmanager
-def _explained(name: str):
-    """What torch refuses to trace, as a ValueError that names the line and the fix."""
+def _explained(name: str, paths: Mapping[int, str]):
+    """What torch and Python refuse in a step, as a ValueError that names the line, the leaves and the fix. What the
+    step itself raises stays as it is."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
@@ -225,7 +233,7 @@ def _explained(name: str):
         ) from None
     except Exception as e:
         at, text = _raised_at(e), str(e)
-        op = next((note for note in getattr(e, "__notes__", ()) if note.startswith(_FAILED)), None)
+        op, leaves = _note(e, _FAILED), _note(e, _LEAVES)
         if "leaf Variable that requires grad" in text:
             what = (
                 f"{name}: at {at}: got an argument that is changed in place, wanted it unchanged, as a step is pure; "
@@ -253,14 +261,55 @@ def _explained(name: str):
                 "(ring attention, grouped products, torch's fused attention), wanted one that can be differentiated "
                 f"twice; write that function in plain torch there ({text.splitlines()[0]})"
             )
-        elif op is not None:
-            what = (
-                f"{name}: {at}: {op.removeprefix(_FAILED)}: {text.rstrip('.')}; in a step tensors have the shapes of "
-                "one rank's part"
-            )
-        else:
+        elif not isinstance(e, _WRONG) or _raised_by_the_step(e):
             raise
+        elif op:
+            of = f"; of the arguments {leaves}" if leaves else ""
+            what = f"{name}: {at}: {op}: {text.rstrip('.')}{of}; in a step tensors have the shapes of one rank's part"
+        else:
+            has = f"; the arguments have {_some(paths.values())}" if isinstance(e, KeyError) else ""
+            what = f"{name}: {at}: {type(e).__name__}: {text.rstrip('.')}{has}"
         raise _refused(e, what) from None
+
+
+_LEAVES = "which are the arguments: "
+_WRONG = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)  # what torch and Python refuse with
+
+
+def _note(e: BaseException, begin: str) -> str:
+    """What the note of an error says that begins like this; "" without one."""
+    notes = (note for note in getattr(e, "__notes__", ()) if note.startswith(begin))
+    return next(notes, "").removeprefix(begin)
+
+
+def _raised_by_the_step(e: BaseException) -> bool:
+    """Whether a `raise` that is not torch's has made an error, or nothing inside of the step was running."""
+    frames = [*traceback.walk_tb(e.__traceback__)]
+    if not any(not frame.f_code.co_filename.startswith(_MACHINERY) for frame, _ in frames):
+        return True
+    code, last = frames[-1][0].f_code, e.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    assert last is not None, "a context hears of errors that were raised"
+    raises = dis.opname[code.co_code[last.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    return raises and not code.co_filename.startswith((_TORCH, _HERE + "tracing"))
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
+    return ", ".join(map(repr, shown[:12])) + more
+
+
+def _tell_failed(e: Exception, op: str, args, kwargs, paths: Mapping[int, str]) -> None:
+    """Note on an error the innermost op that it came from and the arguments that it was given."""
+    if _note(e, _FAILED):
+        return
+    e.add_note(f"{_FAILED}{op} got {_words(args, kwargs)}")
+    given = [x for x in tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+    known = [paths[place] for x in given if (place := storage_of(x)) in paths]
+    if known:
+        e.add_note(f"{_LEAVES}{', '.join(map(repr, dict.fromkeys(known)))}")
 
 
 _FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
@@ -294,8 +343,22 @@ def as_of(line: str) -> contextlib.AbstractContextManager:
     return fx_traceback.annotate({_AS_OF: line})
 
 
+# What torch computes of one dtype only, and is recorded of fake tensors of several.
+_OF_ONE_DTYPE = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution")
+
+
+def _require_one_dtype(args) -> None:
+    found = {x.dtype for x in args if isinstance(x, torch.Tensor)}
+    if len(found) > 1:
+        raise RuntimeError(f"expected one dtype, got {' and '.join(sorted(map(str, found)))}; cast one: x.to(y.dtype)")
+
+
 class _Lines(TorchDispatchMode):
-    """Notes for every op of the forward the line of the user's code that it comes from."""
+    """Notes for every op of the forward the line of the user's code that it comes from. paths: as of `record`."""
+
+    def __init__(self, paths: Mapping[int, str]):
+        super().__init__()
+        self.paths = paths
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if fx_traceback.current_meta.get("in_grad_fn"):
@@ -307,15 +370,21 @@ class _Lines(TorchDispatchMode):
             for x in tree.leaves(args[0]):
                 forget_constant(x)
         try:
+            if opname(func) in _OF_ONE_DTYPE:
+                _require_one_dtype(args)
             return func(*args, **(kwargs or {}))
         except Exception as e:
-            if not any(note.startswith(_FAILED) for note in getattr(e, "__notes__", ())):
-                e.add_note(f"{_FAILED}{func.name().partition('::')[2]} got {_words(args, kwargs)}")
+            _tell_failed(e, func.name().partition("::")[2], args, kwargs, self.paths)
             raise
 
 
 class _Copies(TorchFunctionMode):
-    """What Python's copy and pickle make of tensors while a step is traced; left alone, fakes of another trace."""
+    """What Python's copy and pickle make of tensors while a step is traced; left alone, fakes of another trace. And
+    what torch refuses before an op runs. paths: as of `record`."""
+
+    def __init__(self, paths: Mapping[int, str]):
+        super().__init__()
+        self.paths = paths
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
@@ -327,7 +396,11 @@ class _Copies(TorchFunctionMode):
                 f"{line_here()}: got a shallow copy or a pickle of a tensor (copy.copy, pickle, torch.save), wanted "
                 "none, as while a step is traced a tensor has no values; x.clone() copies one"
             )
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as e:
+            _tell_failed(e, getattr(func, "__name__", "an op").strip("_"), args, kwargs, self.paths)
+            raise
 
 
 def _words(args, kwargs) -> str:

@@ -95,7 +95,8 @@ def write_back(graph_module, donated: Mapping[int, int], in_order: bool) -> torc
     written = {i: leaf for i, leaf in old.items() if gather is None or leaf not in items_of(gather.args[0])}
     kept = [i for i in range(len(outs)) if i not in donated]
     with graph.inserting_before(gather or output):
-        kept, new = in_own_memory(graph, [outs[i] for i in kept], [outs[i] for i in written], in_order)
+        new = [behind_aliases(outs[i]) for i in written]
+        kept, new = in_own_memory(graph, [outs[i] for i in kept], new, [*written.values()], in_order)
     with graph.inserting_before(output):
         for leaf, value in zip(written.values(), new, strict=True):
             graph.call_function(torch.ops.aten.copy_.default, (leaf, value))

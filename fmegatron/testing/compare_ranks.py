@@ -16,6 +16,7 @@ from fmegatron.step.graph.nodes import items_of
 from fmegatron.testing.first_difference import Finding, Kept, blame
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut
+from fmegatron.testing.relate import numbers
 from fmegatron.testing.simulation import Ranks, Simulation, simulate
 from fmegatron.tree import structure
 
@@ -27,8 +28,9 @@ class Parity:
     """Result of `parity`.
 
     differences: (path, largest relative error) of the outputs that differ, in the order of the result, at the first
-    step that differs (`step`, counted from 0). findings: where meaning is lost. sharded, single: the last simulations
-    on the mesh and on one rank. worst: (path, error) of the largest relative error seen, over all steps.
+    step that differs (`step`, counted from 0). findings: where meaning is lost; what ended the search for that,
+    "IndexError: ...", is `search_failed`. sharded, single: the last simulations on the mesh and on one rank. worst:
+    (path, error) of the largest relative error seen, over all steps.
     """
 
     mesh: Mesh
@@ -38,6 +40,7 @@ class Parity:
     worst: tuple[str, float]
     sharded: Simulation = field(repr=False)
     single: Simulation = field(repr=False)
+    search_failed: str = ""
 
     @property
     def ok(self) -> bool:
@@ -59,9 +62,13 @@ class Parity:
                 f"  {dtype} is rounded at {torch.finfo(dtype).eps:.0e}, which may be all: give fp64=True, or a "
                 "tolerance"
             )
-        lines += [
-            "meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"
-        ]
+        if self.search_failed:
+            lines.append(f"no line can be named, as the search for it failed ({self.search_failed}), please report it")
+        else:
+            known = (
+                "meaning is lost at" if self.findings else "no node loses meaning: a factor that depends on the mesh?"
+            )
+            lines.append(known)
         return "\n".join(lines + [f"  {finding}" for finding in self.findings[:5]])
 
 
@@ -74,7 +81,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float = 0.0) 
     """
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return float("inf")
-    a, b = got.detach().double(), wanted.detach().double()  # torch compares no float8
+    a, b = numbers(got.detach()).double(), numbers(wanted.detach()).double()
     if torch.equal(a, b):
         return 0.0
     difference = (a - b).abs()
@@ -140,8 +147,12 @@ def parity(
         worst = max([worst, *errors], key=lambda item: item[1])
         differences = tuple(item for item in errors if not item[1] <= tolerance)
         if differences:
-            findings = _find(sims[mesh], sims[one], [path for path, _ in differences], tolerance)
-            return Parity(mesh, i, differences, tuple(findings), worst, sims[mesh], sims[one])
+            findings, failed = (), ""
+            try:
+                findings = tuple(_find(sims[mesh], sims[one], [path for path, _ in differences], tolerance))
+            except Exception as error:  # that they differ is known, wherever that begins
+                failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return Parity(mesh, i, differences, findings, worst, sims[mesh], sims[one], failed)
     return Parity(mesh, steps - 1, (), (), worst, sims[mesh], sims[one])
 
 

@@ -15,6 +15,7 @@ from fmegatron.collectives import kinds, table
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.graph import nodes
+from fmegatron.step.real_strides import that_copies
 from fmegatron.step.torch_private import UNSAFE_VIEW
 
 __all__ = ["interpret"]
@@ -127,12 +128,13 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
 def _compute(node, values, world, share):
     done, out = {}, []
     sources = node.all_input_nodes
+    target, more = that_copies(node) if share else (node.target, {})
     for rank in range(world):
         key = tuple(id(values[s][rank]) for s in sources) if share else rank
         if key not in done:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: values[n][rank])
             try:
-                done[key] = node.target(*args, **kwargs)
+                done[key] = target(*args, **kwargs, **more)
             except (RuntimeError, IndexError) as e:  # what fake tensors let pass: products of two dtypes, wrong indices
                 raise ValueError(f"simulate: {node.meta.get('at', '?')}: {node.target} on rank {rank}: {e}") from None
         out.append(done[key])

@@ -8,7 +8,15 @@ import torch
 
 from fmegatron.layout import Mesh
 
-__all__ = ["relate", "relates"]
+__all__ = ["numbers", "relate", "relates"]
+
+
+def numbers(x: torch.Tensor) -> torch.Tensor:
+    """A value as numbers that torch compares: float8, for which it has few ops, as float64; complex [...] as its parts
+    [..., 2]; all others as they are."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.double() if x.is_floating_point() and x.element_size() == 1 else x
 
 
 def relate(
@@ -31,7 +39,13 @@ def relate(
         parts: sizes of the interleaved parts of global dims that are worth trying.
         tolerance: relative to the element and to the typical element.
     """
-    for kind in ("sum", "max"):
+    if any(x.dtype != reference.dtype for x in values):
+        return None
+    kinds = (
+        ("sum",) if reference.is_complex() else ("sum", "max")
+    )  # of the parts of complex numbers there is no largest
+    values, reference = [numbers(x) for x in values], numbers(reference)
+    for kind in kinds:
         found = _Search(reference, mesh, parts, tolerance, kind)(values)
         if found is not None:
             return found
@@ -42,6 +56,9 @@ def relates(
     values: list[torch.Tensor], reference: torch.Tensor, mesh: Mesh, how: dict, tolerance: float = 1e-9
 ) -> bool:
     """Whether the ranks' values make up `reference` in just this way (a result of `relate`)."""
+    if any(x.dtype != reference.dtype for x in values):
+        return False
+    values, reference = [numbers(x) for x in values], numbers(reference)
     fits = _Fit(reference, tolerance)
     for name, kind in how.items():  # as relate found them: minor axes first
         groups = _groups(values, mesh[name])

@@ -20,6 +20,7 @@ from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import batch_rows, opaque, trace, tracing
 from fmegatron.testing.interpret import interpret
+from fmegatron.testing.relate import numbers
 from fmegatron.testing.widen import wide_column, widened
 from fmegatron.tree import checks, labels, structure
 
@@ -170,6 +171,7 @@ def _true(x, boxes):
 
 
 def _disagreement(a, b):
+    a, b = numbers(a), numbers(b)
     if a.numel() == 0 or a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
     difference = (a.double() - b.double()).abs().nan_to_num(nan=float("inf"))

@@ -191,7 +191,7 @@ def test_a_tree_of_another_structure_is_another_graph():
 
 def test_without_a_compiler(monkeypatch):
     """One line names the package to install; the result is right, and nothing else changes."""
-    monkeypatch.setattr("fmegatron.step.compile.has_cpp_compiler", lambda: False)
+    monkeypatch.setattr("fmegatron.step.compile.cpp_compiler", lambda: None)
     step = jit(tiny.mlp_step("mincut"), donate=0)
     with pytest.warns(UserWarning) as warnings:
         losses, _ = tiny.run_steps(step, fresh_state(tiny.mlp_params(), tiny.OPTIMIZER), MLP_BATCHES)
