@@ -12,8 +12,8 @@ from typing import Any
 
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import Folder
-from fmegatron.checkpoint.files.format import MARKER, CheckpointError
-from fmegatron.checkpoint.files.manifest import step_of_marker
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError
+from fmegatron.checkpoint.files.manifest import step_of_head, step_of_marker
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
@@ -24,6 +24,7 @@ from fmegatron.checkpoint.reading.sample import read_back
 from fmegatron.checkpoint.writing.part import check_written
 from fmegatron.files import disk
 
+_HEAD_BYTES = 4096  # of a marker, all
 _LOOKS = 20  # at a directory in which steps come and go
 
 
@@ -31,12 +32,10 @@ _LOOKS = 20  # at a directory in which steps come and go
 class Facts:
     """Facts from the manifest of a complete step. problem: why they cannot be read, or None.
 
-    step: that it was saved as, None if that is not known.  finite: of loss and gradient norm of the step, None if the
-    run did not report it.
+    finite: of loss and gradient norm of the step, None if the run did not report it.
     """
 
     problem: str | None = None
-    step: int | None = None
     finite: bool | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -105,30 +104,29 @@ class Steps:
         return [s for s in found if disk.is_there(self.place(s).text) and not self.place(s).is_complete()]
 
     def misnamed(self) -> list[int]:
-        """Numbers in the names of checkpoints whose marker names another step (after `cp` or `mv`), rising.
+        """Numbers in the names of checkpoints that were saved as another step (after `cp` or `mv`), rising.
 
         They are no steps: not listed, not deleted, in no save's way.
         """
         return [step for step in self._steps(self.store.children(), -1) if self.other(step) is not None]
 
     def other(self, step: int) -> int | None:
-        """The other step that the marker of this checkpoint names; None: it names this one or none, or is not there."""
+        """The other step that this checkpoint was saved as; None: it is of this one, or of none, or is not there."""
         named = self._named(step)
         return named if named != step else None
 
-    def held(self, step: int) -> int | None:
-        """The step that the complete checkpoint of this number is of, by its manifest where the marker names none (as
-        until 2026-11-27); None: it was saved without a step, or cannot be read."""
-        named = self._named(step)
-        return self.facts(step).step if named is None else named
-
     def _named(self, step: int) -> int | None:
+        """The step of a complete checkpoint, as its marker says, or, until 2026-11-27, its manifest; None: neither."""
         try:
-            stamp = self._marker(step) if self.renames else None  # objects stay where they are
-            known = self._markers.get(step)
-            if known is None or known[0] != stamp:
-                marker = disk.look(lambda: self.place(step).locate().read(MARKER, 0, 4096))
-                known = self._markers[step] = stamp, step_of_marker(marker)
+            # What has a token in a store of objects is saved once. A copy without one may be another by now.
+            at = None if self.renames else disk.look(self.place(step).locate)
+            stamp, known = self._marker(step) if at is None else at.root, self._markers.get(step)
+            if not stamp or known is None or known[0] != stamp:
+                files = disk.look(self.place(step).locate) if at is None else at
+                named = step_of_marker(disk.look(lambda: files.read(MARKER, 0, _HEAD_BYTES)))
+                if named is None:
+                    named = step_of_head(disk.look(lambda: files.read(MANIFEST, 0, _HEAD_BYTES)))
+                known = self._markers[step] = stamp, named
         except (OSError, CheckpointError):  # then it stays a step: a read of it reports what is wrong
             return None
         return known[1]
@@ -152,7 +150,7 @@ class Steps:
             try:
                 manifest = save_at(self.place(step)).manifest
                 metrics = manifest.metadata.get("metrics")
-                facts = Facts(None, manifest.step, manifest.finite, metrics if isinstance(metrics, dict) else {})
+                facts = Facts(None, manifest.finite, metrics if isinstance(metrics, dict) else {})
             except (CheckpointError, SavedAgain) as error:
                 facts = Facts(str(error))
             known = self._facts[step] = stamp, facts

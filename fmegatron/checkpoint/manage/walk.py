@@ -94,7 +94,7 @@ class Search:
         def choose():
             lasting, temporary = (steps.place(step).is_complete() for steps in self.both)
             of = self.both[temporary and not lasting]
-            if (lasting or temporary) and (held := of.held(step)) not in (None, step):
+            if (lasting or temporary) and (held := of.other(step)) is not None:
                 raise CheckpointError(
                     f"{of.place(step).text}: got a checkpoint of step {held}, wanted one of step {step};"
                     f" {of.mend(step, held)}, or restore it by its path (`checkpoint.restore`)"
@@ -128,8 +128,6 @@ class Search:
                 if (step, temporary) not in fresh:
                     why = "has no COMPLETE: it is damaged, or a copy that is not finished"
                     yield step, temporary, f"skipped the checkpoint of step {step}: {self._text(step, temporary)} {why}"
-                elif (held := self.both[temporary].held(step)) not in (None, step):
-                    yield step, temporary, self._misnamed(step, temporary, held)
                 elif self.prefer_finite and self.both[temporary].facts(step).finite is False:
                     later.append((step, temporary))
                     why = "loss or gradient norm of its step was not finite; prefer_finite=False restores it"
