@@ -131,6 +131,12 @@ class Steps:
             return None
         return known[1]
 
+    def misnaming(self, step: int) -> str | None:
+        """That a checkpoint is of another step, and what mends it, as a text; None for one that is not."""
+        held = self.other(step)
+        at = self.place(step).text
+        return None if held is None else f"{at}: it holds step {held}, and not {step}; {self.mend(step, held)}"
+
     def mend(self, step: int, held: int) -> str:
         """What gives a checkpoint the name of the step that it is of; where that is there, one that is no step's."""
         at, right = self.place(step).text, self.place(held)

@@ -117,9 +117,8 @@ class Search:
         for temporary in (False, True):
             for step in self.both[temporary].misnamed():
                 tried.add((step, temporary))
-                held = self.both[temporary].other(step)
-                if held is not None:
-                    yield step, temporary, self._misnamed(step, temporary, held)
+                if (wrong := self.both[temporary].misnaming(step)) is not None:
+                    yield step, temporary, f"skipped {wrong}"
         for _ in range(_LOOKS):
             fresh = [choice for choice in newest_first(self.both) if choice not in tried]
             broken = [choice for choice in not_complete(self.both) if choice not in tried]
@@ -144,10 +143,6 @@ class Search:
 
     def _text(self, step: int, temporary: bool) -> str:
         return self.both[temporary].place(step).text
-
-    def _misnamed(self, step: int, temporary: bool, held: int) -> str:
-        fix = self.both[temporary].mend(step, held)
-        return f"skipped {self._text(step, temporary)}: it holds step {held}, and not {step}; {fix}"
 
     def _others(self) -> str:
         """What the directory holds instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
