@@ -115,3 +115,20 @@ def test_every_file_is_looked_for(tmp_path, gone):
     file.unlink()
     with pytest.raises(checkpoint.CheckpointError, match="was written and has vanished"):
         Steps(tmp_path).check(1)
+
+
+def test_no_older_step_goes_for_one_whose_arrays_are_misdescribed(tmp_path, monkeypatch):
+    """A restore refuses it, so the one before is what there is."""
+    real = Folder.sync
+
+    def sync(self):
+        real(self)
+        if "step_00000002" in self.root:
+            flip(f"{self.root}/arrays/w/zarr.json")
+
+    with checkpoint.Manager(tmp_path, keep=checkpoint.Keep(last=1)) as manager:
+        manager.save(1, state())
+        monkeypatch.setattr(Folder, "sync", sync)
+        with pytest.warns(RuntimeWarning, match=r"old checkpoints could not be deleted: w: .*zarr\.json"):
+            manager.save(2, state(2.0))
+        assert manager.steps() == [1, 2]

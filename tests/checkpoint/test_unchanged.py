@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,6 +70,34 @@ def test_what_does_not_change_the_leaf_is_no_change(tmp_path, monkeypatch, neigh
     around(monkeypatch, saving, "write_part", "behind", lambda: neighbour(base))
     checkpoint.save(tmp_path / "step", {"x": base[:, :1024]})
     assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": base[:, :1024].contiguous()})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: np.zeros((64, 64), order="F"), id="numpy of other strides"),
+        pytest.param(lambda: np.zeros((64, 64))[::2], id="every other row of numpy"),
+        pytest.param(lambda: torch.zeros(64, 64, dtype=torch.complex64).conj(), id="conjugate"),
+        pytest.param(lambda: torch.zeros(64, 64, dtype=torch.complex64).conj().imag, id="negative"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_looked_at_too(tmp_path, monkeypatch, make):
+    """And not a copy of it that the call makes first, which may be torn."""
+    x = make()
+    around(monkeypatch, saving, "write_part", "behind", lambda: x.__setitem__((1, 1), 1.0))
+    with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
+        checkpoint.save(tmp_path / "step", {"x": x})
+    assert not (tmp_path / "step").exists()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "small"])
+def test_a_swap_and_back_is_a_change(tmp_path, monkeypatch, kind):
+    """As for an evaluation with averaged weights: what was written in between is of neither."""
+    x = KINDS[kind]()
+    around(monkeypatch, saving, "write_part", "before", lambda: x.add_(1))
+    around(monkeypatch, saving, "write_part", "behind", lambda: x.sub_(1))
+    with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
+        checkpoint.save(tmp_path / "step", {"x": x})
 
 
 def test_a_thread_that_never_stops(tmp_path):

@@ -13,17 +13,19 @@ from fmegatron.layout import Layout, Mesh
 
 
 def as_tensor(x: Any, path: str) -> torch.Tensor:
-    """A tensor or numpy array as a tensor of its own memory, detached; numpy's is copied where torch cannot share it.
+    """A tensor or numpy array as a tensor of its own memory, detached; numpy's is copied where torch cannot share it
+    (read-only, of another byte order, strides below 0 or between elements).
 
     Raises ValueError, naming the path, for what has no plain elements: subclasses, sparse and meta tensors, objects.
     """
     if isinstance(x, torch.Tensor):
         _check_plain(x, path)
-        return x.detach().resolve_conj().resolve_neg()
+        return x.detach()
     value = np.asarray(x)
     dtype = layout_of(value, path).dtype
     value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    if not (value.flags.c_contiguous and value.flags.writeable):
+    shared = value.flags.writeable and value.flags.aligned
+    if not shared or any(stride < 0 or stride % value.itemsize for stride in value.strides):
         value = value.copy(order="C")
     return torch.from_numpy(value.view(raw_dtype(dtype.itemsize))).view(dtype)
 

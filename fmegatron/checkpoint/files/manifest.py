@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from fmegatron.checkpoint.files.parse import (
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.files import disk, strict_json
 from fmegatron.layout import Layout, Mesh
+
+_HEAD = re.compile(rb'\{\s*"format":\s*"[^"]*",\s*"version":\s*\d+,\s*"step":\s*(\d+),')
 
 # ---- JSON out
 
@@ -160,6 +163,12 @@ def step_of_marker(marker: bytes) -> int | None:
     except ValueError:
         return None
     return step if type(step) is int else None
+
+
+def step_of_head(manifest: bytes) -> int | None:
+    """The step that the first bytes of a manifest of ours name; None: none, or they are not such."""
+    found = _HEAD.match(manifest)
+    return int(found[1]) if found else None
 
 
 def _read_marker(storage: Storage) -> dict[str, Any]:

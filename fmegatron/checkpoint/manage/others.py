@@ -25,6 +25,7 @@ def others(both: tuple[Steps, Steps]) -> str | None:
         if hint := recognized(Folder(lasting.store.text) if lasting.renames else lasting.store.locate(), run=True):
             found.append(hint)
     found += [f"{of.place(step).text} without COMPLETE" for of in both for step in reversed(of.incomplete())]
+    found += [text for of in both for step in reversed(of.misnamed()) if (text := of.misnaming(step)) is not None]
     for name in reversed(names[-_MOST:]):
         if STEP.fullmatch(name) and name == lasting.name(int(name[5:])) or lasting.store.child(name) == both[1].store:
             continue

@@ -12,8 +12,8 @@ from typing import Any
 
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.folder import Folder
-from fmegatron.checkpoint.files.format import MARKER, CheckpointError
-from fmegatron.checkpoint.files.manifest import step_of_marker
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError
+from fmegatron.checkpoint.files.manifest import step_of_head, step_of_marker
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
@@ -24,6 +24,7 @@ from fmegatron.checkpoint.reading.sample import read_back
 from fmegatron.checkpoint.writing.part import check_written
 from fmegatron.files import disk
 
+_HEAD_BYTES = 4096  # of a marker, all
 _LOOKS = 20  # at a directory in which steps come and go
 
 
@@ -31,12 +32,10 @@ _LOOKS = 20  # at a directory in which steps come and go
 class Facts:
     """Facts from the manifest of a complete step. problem: why they cannot be read, or None.
 
-    step: that it was saved as, None if that is not known.  finite: of loss and gradient norm of the step, None if the
-    run did not report it.
+    finite: of loss and gradient norm of the step, None if the run did not report it.
     """
 
     problem: str | None = None
-    step: int | None = None
     finite: bool | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -105,34 +104,39 @@ class Steps:
         return [s for s in found if disk.is_there(self.place(s).text) and not self.place(s).is_complete()]
 
     def misnamed(self) -> list[int]:
-        """Numbers in the names of checkpoints whose marker names another step (after `cp` or `mv`), rising.
+        """Numbers in the names of checkpoints that were saved as another step (after `cp` or `mv`), rising.
 
         They are no steps: not listed, not deleted, in no save's way.
         """
         return [step for step in self._steps(self.store.children(), -1) if self.other(step) is not None]
 
     def other(self, step: int) -> int | None:
-        """The other step that this checkpoint is of, by its marker and its manifest; None: it is of this step, or its
-        marker names none, or it is damaged (which a read reports), or not there."""
-        return self.held(step) if self._named(step) not in (None, step) else None
-
-    def held(self, step: int) -> int | None:
-        """The step that a complete checkpoint is of; None: it was saved without one, or cannot be read.
-
-        The manifest is read where the marker names no step (as until 2026-11-27), or another one.
-        """
-        return step if self._named(step) == step else self.facts(step).step
+        """The other step that this checkpoint was saved as; None: it is of this one, or of none, or is not there, or is
+        damaged: a marker alone may be that of another save, which a read reports."""
+        named = self._named(step)
+        return None if named in (None, step) or self.facts(step).step == step else self.facts(step).step
 
     def _named(self, step: int) -> int | None:
+        """The step of a complete checkpoint, as its marker says, or, until 2026-11-27, its manifest; None: neither."""
         try:
-            stamp = self._marker(step) if self.renames else None  # objects stay where they are
-            known = self._markers.get(step)
-            if known is None or known[0] != stamp:
-                marker = disk.look(lambda: self.place(step).locate().read(MARKER, 0, 4096))
-                known = self._markers[step] = stamp, step_of_marker(marker)
+            # What has a token in a store of objects is saved once. A copy without one may be another by now.
+            at = None if self.renames else disk.look(self.place(step).locate)
+            stamp, known = self._marker(step) if at is None else at.root, self._markers.get(step)
+            if not stamp or known is None or known[0] != stamp:
+                files = disk.look(self.place(step).locate) if at is None else at
+                named = step_of_marker(disk.look(lambda: files.read(MARKER, 0, _HEAD_BYTES)))
+                if named is None:
+                    named = step_of_head(disk.look(lambda: files.read(MANIFEST, 0, _HEAD_BYTES)))
+                known = self._markers[step] = stamp, named
         except (OSError, CheckpointError):  # then it stays a step: a read of it reports what is wrong
             return None
         return known[1]
+
+    def misnaming(self, step: int) -> str | None:
+        """That a checkpoint is of another step, and what mends it, as a text; None for one that is not."""
+        held = self.other(step)
+        at = self.place(step).text
+        return None if held is None else f"{at}: it holds step {held}, and not {step}; {self.mend(step, held)}"
 
     def mend(self, step: int, held: int) -> str:
         """What gives a checkpoint the name of the step that it is of; where that is there, one that is no step's."""
@@ -153,7 +157,7 @@ class Steps:
             try:
                 manifest = save_at(self.place(step)).manifest
                 metrics = manifest.metadata.get("metrics")
-                facts = Facts(None, manifest.step, manifest.finite, metrics if isinstance(metrics, dict) else {})
+                facts = Facts(None, manifest.finite, metrics if isinstance(metrics, dict) else {})
             except (CheckpointError, SavedAgain) as error:
                 facts = Facts(str(error))
             known = self._facts[step] = stamp, facts

@@ -94,7 +94,7 @@ class Search:
         def choose():
             lasting, temporary = (steps.place(step).is_complete() for steps in self.both)
             of = self.both[temporary and not lasting]
-            if (lasting or temporary) and (held := of.held(step)) not in (None, step):
+            if (lasting or temporary) and (held := of.other(step)) is not None:
                 raise CheckpointError(
                     f"{of.place(step).text}: got a checkpoint of step {held}, wanted one of step {step};"
                     f" {of.mend(step, held)}, or restore it by its path (`checkpoint.restore`)"
@@ -117,9 +117,8 @@ class Search:
         for temporary in (False, True):
             for step in self.both[temporary].misnamed():
                 tried.add((step, temporary))
-                held = self.both[temporary].other(step)
-                if held is not None:
-                    yield step, temporary, self._misnamed(step, temporary, held)
+                if (wrong := self.both[temporary].misnaming(step)) is not None:
+                    yield step, temporary, f"skipped {wrong}"
         for _ in range(_LOOKS):
             fresh = [choice for choice in newest_first(self.both) if choice not in tried]
             broken = [choice for choice in not_complete(self.both) if choice not in tried]
@@ -128,8 +127,6 @@ class Search:
                 if (step, temporary) not in fresh:
                     why = "has no COMPLETE: it is damaged, or a copy that is not finished"
                     yield step, temporary, f"skipped the checkpoint of step {step}: {self._text(step, temporary)} {why}"
-                elif (held := self.both[temporary].held(step)) not in (None, step):
-                    yield step, temporary, self._misnamed(step, temporary, held)
                 elif self.prefer_finite and self.both[temporary].facts(step).finite is False:
                     later.append((step, temporary))
                     why = "loss or gradient norm of its step was not finite; prefer_finite=False restores it"
@@ -146,10 +143,6 @@ class Search:
 
     def _text(self, step: int, temporary: bool) -> str:
         return self.both[temporary].place(step).text
-
-    def _misnamed(self, step: int, temporary: bool, held: int) -> str:
-        fix = self.both[temporary].mend(step, held)
-        return f"skipped {self._text(step, temporary)}: it holds step {held}, and not {step}; {fix}"
 
     def _others(self) -> str:
         """What the directory holds instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""

@@ -118,21 +118,8 @@ class Fetch:
             raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
         array = self.manifest.arrays[name]
         if self.verify:
-            self._jobs.put(lambda scratch: self._check_description(array, leaf))
+            self._jobs.put(lambda scratch: check_description(self.storage, array, leaf))
         return array
-
-    def _check_description(self, array: Array, leaf: str) -> None:
-        """Nothing here depends on an array's zarr.json, but whoever opens the array without us does."""
-        wanted, name = zarr_json(array), f"{array.name}/{ZARR}"
-        what = f"{leaf}: {self.storage.at(name)}"
-        try:
-            data = self.storage.read(name, 0, 1 << 16)
-        except OSError as error:
-            disk.check_damage(error, what)
-            text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-            raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
-        if data != wanted and load_json(data, what) != json.loads(wanted):
-            raise CheckpointError(f"{what}: does not describe the array that was saved; {RESTORE_ANOTHER}")
 
 
 @dataclass(frozen=True)
@@ -163,6 +150,20 @@ def _ranges(base: int, box: Box, target: Target) -> Iterator[_Range]:
         part = box.intersect(start, stop)
         assert part is not None, "rows of the box"
         yield from _ranges(base, part, target)
+
+
+def check_description(storage: Storage, array: Array, leaf: str) -> None:
+    """Nothing here depends on an array's zarr.json, but whoever opens the array without us does."""
+    wanted, name = zarr_json(array), f"{array.name}/{ZARR}"
+    what = f"{leaf}: {storage.at(name)}"
+    try:
+        data = storage.read(name, 0, 1 << 16)
+    except OSError as error:
+        disk.check_damage(error, what)
+        text = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise CheckpointError(f"{what} {text}; {RESTORE_ANOTHER}") from None
+    if data != wanted and load_json(data, what) != json.loads(wanted):
+        raise CheckpointError(f"{what}: does not describe the array that was saved; {RESTORE_ANOTHER}")
 
 
 class ChunkFile:

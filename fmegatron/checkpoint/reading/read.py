@@ -272,9 +272,8 @@ def read_wanted(
     stored = subtree(source.leaves, prefix)
     difference = wanted.compare(values, stored, mode, where)
     first = flatten(initial).leaves if initial is not None else {}
-    current = (
-        None if initial is None else {p: as_tensor(first[p], p) for p in layouts if isinstance(first.get(p), Array)}
-    )
+    given = {p: as_tensor(first[p], p) for p in layouts if isinstance(first.get(p), Array)}
+    current = {p: x.resolve_conj().resolve_neg() for p, x in given.items()}
     asked = replace(asked, rules=rules, initial=None if initial is None else current)
     started = start_reading(source, layouts, 0, asked, into=wanted.memory())
     request, host = started.request, "cpu" if wanted.like is not None else world.device

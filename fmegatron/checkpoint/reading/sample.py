@@ -11,17 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from fmegatron.checkpoint.files.format import Array
+from fmegatron.checkpoint.files.format import ZARR, Array
 from fmegatron.checkpoint.files.saved import Save
 from fmegatron.checkpoint.reading.digests import stored_digests
-from fmegatron.checkpoint.reading.fetch import ChunkFile
+from fmegatron.checkpoint.reading.fetch import ChunkFile, check_description
 
 SAMPLE_BANDS = 32  # of at most 1 MiB each
 
 
 def read_back(save: Save, bands: int = SAMPLE_BANDS) -> None:
-    """Read so many bands, spread evenly over all, and compare their digests. Raises CheckpointError naming leaf and
-    file, SavedAgain."""
+    """Read so many bands, spread evenly over all, and compare their digests; of their arrays the zarr.json, too.
+
+    Raises CheckpointError naming leaf and file, SavedAgain.
+    """
     arrays = [a for a in save.manifest.arrays.values() if a.digest_count]
     ends = list(itertools.accumulate(a.digest_count for a in arrays))
     draw, count = random.Random(save.manifest.digest), min(bands, ends[-1] if ends else 0)
@@ -41,6 +43,8 @@ def read_back(save: Save, bands: int = SAMPLE_BANDS) -> None:
 def _read(save: Save, array: Array, numbers: list[int], owners: dict[str, str]) -> None:
     """Bands of an array, by number: chunks row-major, then bands row-major."""
     leaf = owners.get(array.name, array.name)
+    save.storage.forget(f"{array.name}/{ZARR}")
+    check_description(save.storage, array, leaf)
     digests, sizes = stored_digests(save, array, leaf), band_sizes(array)
     for number in numbers:
         chunk, band = divmod(number, len(sizes))

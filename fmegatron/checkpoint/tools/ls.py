@@ -20,6 +20,7 @@ from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.saved import save_at
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.source import Source
 from fmegatron.files import disk
 from fmegatron.files.disk import is_directory
@@ -166,9 +167,16 @@ def _checkpoint(path: str, name: str) -> Checkpoint:
     except (CheckpointError, OSError) as error:
         return Checkpoint(name, path, root, _why(error, root), number, 0, nbytes, len(files), changed, {})
     at = next((e.changed for e in files if e.name == MARKER), changed)
-    problem = f"holds step {manifest.step}" if number is not None and manifest.step != number else None
+    problem = _misnaming(FolderStore(path), number, manifest.step)
     facts = (manifest.step, len(manifest.leaves), nbytes, len(files), at, manifest.metadata, manifest.finite)
     return Checkpoint(name, path, root, problem, *facts)
+
+
+def _misnaming(store: Store, number: int | None, step: int | None) -> str | None:
+    """What is wrong with a checkpoint of this step under the name of step `number`, and what mends it."""
+    if number is None or step in (None, number):
+        return None
+    return f"holds step {step}, and not {number}; {Steps(store.above()).mend(number, step)}"
 
 
 def _why(error: Exception, root: str) -> str:
@@ -223,7 +231,7 @@ def _stored(store: Store, name: str) -> Checkpoint:
         return Checkpoint(name, store.text, store.text, str(error), None, 0, 0, 0, None, {})
     m, number = save.manifest, int(found[1]) if (found := STEP.fullmatch(name)) else None
     facts = (m.step, len(m.leaves), stored_bytes(m), len(save.storage.names()), None, m.metadata, m.finite)
-    problem = f"holds step {m.step}" if number is not None and m.step != number else None
+    problem = _misnaming(store, number, m.step)
     return Checkpoint(name, store.text, save.storage.text, problem, *facts)
 
 
