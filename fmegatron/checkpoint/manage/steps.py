@@ -114,7 +114,7 @@ class Steps:
         """The other step that this checkpoint was saved as; None: it is of this one, or of none, or is not there, or is
         damaged: a marker alone may be that of another save, which a read reports."""
         named = self._named(step)
-        return None if named in (None, step) or self.facts(step).step == step else self.facts(step).step
+        return None if named in (None, step) or self.facts(step).problem is not None else named
 
     def _named(self, step: int) -> int | None:
         """The step of a complete checkpoint, as its marker says, or, until 2026-11-27, its manifest; None: neither."""
