@@ -294,7 +294,7 @@ def token_losses(
     batch = with_ahead(without_labels_of_padding(batch), mtp, axes)
     labels_BS, ids = batch["labels"], (batch["tokens"],)
     if mtp is not None:
-        ids += (labels_BS.clamp(min=0), *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
+        ids += batch["ahead_tokens"].unbind(-1)
     weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
     at, w = contexts(batch, decoder, axes, samples, key), weights["embed"]["embed"]
     x_BSD, *further = (embed(one, w, at[0], decoder, n) for n, one in enumerate(ids))
@@ -347,8 +347,8 @@ def loss(
         params: as of `hidden`.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
             [S] or [B, S], "documents" int64 [B, S]: `TokenContext`; "padding" bool [B, S]: what is no token, beside
-            where documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is
-            called where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
+            where documents are below 0; "ahead", "ahead_mask", "ahead_tokens" [B, S, depths], for `Decoder.mtp`:
+            `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
         decoder: the model.
         axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block keeps for its backward (`logits`).
