@@ -110,7 +110,8 @@ class RankBatches(Source):
     a function (shape, dtype) -> Layout, where no shape is known before. vocab_size: of the model; None: not known.
     ValueError for a layout of another shape, or under which ranks hold unequal parts, or whose ranks along the sequence
     are not those for which the batch is in zigzag order; and, naming the array, for a batch of other shapes or dtypes,
-    and for "tokens", "labels" or "ahead" in host memory that the vocabulary does not have (labels below 0 are none).
+    and for "tokens", "labels", "ahead" or "ahead_tokens" in host memory that the vocabulary does not have (labels below
+    0 are none).
     """
 
     batches: Source
@@ -259,7 +260,8 @@ class RankBatches(Source):
         return like.replace(shape=shape, dtype=dtype, spec=like.spec[: len(shape)])
 
 
-_LEAST = MappingProxyType({"tokens": 0, "labels": None, "ahead": None})  # entries of ids, and the least id; None: any
+# Entries of ids, and the least id; None: any
+_LEAST = MappingProxyType({"tokens": 0, "labels": None, "ahead": None, "ahead_tokens": 0})
 
 
 def _require_in_vocabulary(x: torch.Tensor, where: str, vocab_size: int, least: int | None) -> None:

@@ -250,6 +250,11 @@ def known(params: dict, axes: Axes | None) -> tuple[dict, Axes]:
     return tree.map(one, params), axes
 
 
+_ENTRIES = frozenset(
+    ("tokens", "labels", "mask", "positions", "documents", "padding", "ahead", "ahead_mask", "ahead_tokens")
+)
+
+
 class Beside(NamedTuple):
     """What `token_losses` gives beside the losses of the tokens.
 
@@ -283,6 +288,12 @@ def token_losses(
     The arguments are those of `loss`.
     """
     require_samples(decoder, params, samples)
+    if unknown := sorted(map(str, batch.keys() - _ENTRIES)):
+        raise ValueError(
+            f"batch[{unknown[0]!r}]: got an entry that the loss of a decoder does not read, wanted some of "
+            f"{', '.join(sorted(_ENTRIES))}; call what weighs tokens 'mask', what is no token 'padding' (bool), and "
+            "leave out what is for something else"
+        )
     for name in ("labels", "mask", "documents", "padding"):
         if name in batch and batch[name].shape != batch["tokens"].shape:
             raise ValueError(
@@ -294,7 +305,7 @@ def token_losses(
     batch = with_ahead(without_labels_of_padding(batch), mtp, axes)
     labels_BS, ids = batch["labels"], (batch["tokens"],)
     if mtp is not None:
-        ids += (labels_BS.clamp(min=0), *batch["ahead"].clamp(min=0).unbind(-1)[:-1])
+        ids += batch["ahead_tokens"].unbind(-1)
     weights = Weights(params, layouts, decoder, axes, save, offload, reshard_after_forward)
     at, w = contexts(batch, decoder, axes, samples, key), weights["embed"]["embed"]
     x_BSD, *further = (embed(one, w, at[0], decoder, n) for n, one in enumerate(ids))
@@ -347,8 +358,9 @@ def loss(
         params: as of `hidden`.
         batch: {"tokens", "labels": int64 [B, S]; optional "mask" [B, S]: weight of each token; "positions" int64
             [S] or [B, S], "documents" int64 [B, S]: `TokenContext`; "padding" bool [B, S]: what is no token, beside
-            where documents are below 0; "ahead", "ahead_mask" [B, S, depths], for `Decoder.mtp`: `ahead`, which is
-            called where they are not given; without a mask those below 0 do not count}, B and S split over `axes.data`.
+            where documents are below 0; "ahead", "ahead_mask", "ahead_tokens" [B, S, depths], for `Decoder.mtp`:
+            `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split
+            over `axes.data`. ValueError for other entries: a mask under another name would not count.
         decoder: the model.
         axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block keeps for its backward (`logits`).

@@ -45,11 +45,12 @@ def predict(both_BSX: Tensor, w: dict, at: TokenContext, *, block: Callable, mtp
 
 
 def ahead(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
-    """The batch with "ahead" [B, S, N] int64, for depth n the label n tokens after the label, and "ahead_mask"
-    [B, S, N], the weight of each: 0 where the row, or the token's document, has ended, else that of the label there
-    ("mask", or 1; of a label below 0, and of padding: 0).
+    """The batch with "ahead" [B, S, N] int64, for depth n the label n tokens after the label, "ahead_mask" [B, S, N],
+    the weight of each: 0 where the row, or the token's document, has ended, else that of the label there ("mask", or 1;
+    of a label below 0, and of padding: 0), and "ahead_tokens" int64 [B, S, N], what depth n reads: the token n behind,
+    which is the label of n - 1 further, and where nothing is learned from that (a prompt), the token of the row.
 
-    Of whole rows: before they are dealt over cp. A loader that knows the tokens behind a row may give both itself.
+    Of whole rows: before they are dealt over cp. A loader that knows the tokens behind a row may give all itself.
     """
     batch = without_labels_of_padding(batch)
     labels_BS, documents_BS = batch["labels"], batch.get("documents")
@@ -62,25 +63,38 @@ def ahead(batch: Mapping[str, Tensor], depths: int) -> dict[str, Tensor]:
         if documents_BS is not None:
             weight_BS = weight_BS * (F.pad(documents_BS, (0, n))[:, n:] == documents_BS)
         masks.append(weight_BS)
-    return {**batch, "ahead": torch.stack(found, -1), "ahead_mask": torch.stack(masks, -1)}
+    ahead_BSN = torch.stack(found, -1)
+    tokens_BSN = _tokens_behind(batch["tokens"], labels_BS, ahead_BSN)
+    return {**batch, "ahead": ahead_BSN, "ahead_mask": torch.stack(masks, -1), "ahead_tokens": tokens_BSN}
+
+
+def _tokens_behind(tokens_BS: Tensor, labels_BS: Tensor, ahead_BSN: Tensor) -> Tensor:
+    """ "ahead_tokens" of whole rows. Behind the last token of a row of which no label is known, 0: no token that is
+    learned from sees it."""
+    known = (labels_BS, *ahead_BSN.unbind(-1)[:-1])
+    rows = (F.pad(tokens_BS, (0, n))[:, n:] for n in range(1, len(known) + 1))
+    return torch.stack([torch.where(ids >= 0, ids, row) for ids, row in zip(known, rows, strict=True)], -1)
 
 
 def with_ahead(batch: dict, mtp: MTP | None, axes: Axes) -> dict:
     """The batch with what its multi-token prediction needs. ValueError where it cannot be made of this rank's part."""
     if mtp is None:
         return batch
+    missing = [name for name in ("ahead", "ahead_tokens") if name not in batch]
+    if missing and axes.sequence.size > 1:
+        raise ValueError(
+            f"batch: got no {missing[0]!r} on the mesh {axes.mesh}, which splits sequences, wanted the labels and "
+            f"tokens that follow each label; give model.ahead(batch, {mtp.depths}) of whole rows before they are dealt"
+        )
     if "ahead" not in batch:
-        if axes.sequence.size > 1:
-            raise ValueError(
-                f"batch: got no 'ahead' on the mesh {axes.mesh}, which splits sequences, wanted the labels that follow "
-                f"each label; give model.ahead(batch, {mtp.depths}) of whole rows before they are dealt"
-            )
         return ahead(batch, mtp.depths)
     wanted = (*batch["tokens"].shape, mtp.depths)
-    for name in ("ahead", "ahead_mask"):
+    for name in ("ahead", "ahead_mask", "ahead_tokens"):
         if name in batch and batch[name].shape != wanted:
             raise ValueError(
                 f"batch[{name!r}]: got shape {tuple(batch[name].shape)}, wanted {wanted}, an entry for each token and "
                 f"depth; give model.ahead(batch, {mtp.depths})"
             )
+    if missing:
+        batch = {**batch, "ahead_tokens": _tokens_behind(batch["tokens"], batch["labels"], batch["ahead"])}
     return batch

@@ -88,12 +88,15 @@ def _count_of(part: step.Part) -> Any:
 
 
 def counted(statistics: Sequence[dict[str, dict[str, Tensor]]], tokens: Tensor | int) -> dict[str, Any]:
-    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean; "router_entropy", of
-    all blocks the mean; "overflow" and "dropped", sums."""
+    """Metrics of the blocks' statistics: "imbalance", the largest load of an expert over the mean, of a microbatch with
+    tokens; "router_entropy", of all blocks the mean; "overflow" and "dropped", sums."""
     found = [one for block in statistics for one in block.values()]
     metrics: dict[str, Any] = {}
     if loads := [one["load"].double() for one in found if "load" in one]:
-        metrics["imbalance"] = torch.stack([load.max() / load.mean() for load in loads]).max()
+        mean_L = torch.stack([load.mean() for load in loads])
+        ratio_L = torch.stack([load.max() for load in loads]) / mean_L.clamp(min=1e-30)
+        any_tokens = (mean_L > 0).any()  # else the microbatch is padding, and none of its numbers is a load
+        metrics["imbalance"] = step.mean(ratio_L.max(), any_tokens.to(torch.int64), over=())
     if entropies := [one["entropy"] for one in found if "entropy" in one]:
         metrics["router_entropy"] = step.mean(torch.stack(entropies).sum(), tokens * len(entropies))
     for name in ("overflow", "dropped"):

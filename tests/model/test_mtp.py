@@ -109,9 +109,30 @@ def test_logits_and_generation_do_without():
 
 def test_ahead_ends_with_rows_documents_and_masks():
     labels, documents = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 0, 1, 1]])
-    found = ahead_of_model({"labels": labels, "documents": documents, "mask": torch.tensor([[1, 0, 1, 1, 1]])}, 2)
+    batch = {"tokens": labels - 1, "labels": labels, "documents": documents, "mask": torch.tensor([[1, 0, 1, 1, 1]])}
+    found = ahead_of_model(batch, 2)
+    assert found["ahead_tokens"][0].T.tolist() == [[1, 2, 3, 4, 5], [2, 3, 4, 5, 0]]
     assert found["ahead"][0].T.tolist() == [[2, 3, 4, 5, -100], [3, 4, 5, -100, -100]]
     assert found["ahead_mask"][0].T.tolist() == [[0, 1, 0, 1, 0], [1, 0, 0, 0, 0]]
+
+
+def test_a_prompt_without_labels_is_read_as_it_is():
+    """Labels of -100 and a mask of 0 are one thing: a depth reads the tokens behind, learned from or not."""
+    of = further(layers=1)
+    params, batch = leaves_that_differ(init(of, ONE, key=3)), make_batch(of)
+    batch["labels"] = torch.cat((batch["tokens"][:, 1:], batch["labels"][:, -1:]), 1)  # the text goes on
+    learned = torch.arange(batch["tokens"].shape[1]) >= torch.tensor([[4], [9], [0]])
+    masked, no_labels = {**batch, "mask": learned}, {**batch, "labels": torch.where(learned, batch["labels"], -100)}
+    loader = {**no_labels, **{k: v for k, v in ahead_of_model(no_labels, 2).items() if k in ("ahead", "ahead_mask")}}
+
+    def found(batch):
+        parts = step.means(model.loss(params, batch, of, Axes(ONE))[0], Axes(ONE))
+        return torch.stack([parts["lm"], parts["mtp_1"], parts["mtp_2"]])
+
+    want = found(masked)
+    assert not want.isnan().any()
+    for one in (no_labels, loader):
+        torch.testing.assert_close(found(one), want, rtol=1e-12, atol=0)
 
 
 # ---- on a mesh -------------------------------------------------------------------------------------------------------
@@ -150,6 +171,9 @@ def test_what_a_split_sequence_needs():
         ValueError, match=r"batch: got no 'ahead' on the mesh cp2, .*; give model.ahead\(batch, 2\) of whole"
     ):
         model.loss(init(of, mesh, 0), batch, of, Axes(mesh))
+    of_row = {k: v for k, v in ahead_of_model(batch, 2).items() if k != "ahead_tokens"}
+    with pytest.raises(ValueError, match=r"batch: got no 'ahead_tokens' on the mesh cp2"):
+        model.loss(init(of, mesh, 0), of_row, of, Axes(mesh))
     with pytest.raises(ValueError, match=r"batch\['ahead'\]: got shape \(3, 12, 1\), wanted \(3, 12, 2\)"):
         model.loss(init(of, ONE, 0), ahead_of_model(batch, 1), of, Axes(ONE))
 

@@ -186,3 +186,31 @@ def test_what_couples_the_rows_of_a_microbatch_is_said():
         warnings.simplefilter("error")
         model.build(full, optim.sgd(1.0), Mesh(), (4, 8))
         model.build(free, optim.sgd(1.0), Mesh(), (4, 8), microbatches=2, twice=True)
+
+
+def test_a_microbatch_of_padding_has_no_imbalance():
+    """What packing adds in whole rows: the mean over the other microbatches, and not NaN."""
+    of, mesh = model.Decoder(13, 8, ((model.Part("moe", model.MoE(nn.Router(4, 2), 6)),),), 8), Mesh(dp=2)
+    batch = {"tokens": torch.arange(24).view(6, 4) % 13, "labels": torch.arange(1, 25).view(6, 4) % 13}
+    batch["padding"] = torch.zeros(6, 4, dtype=torch.bool)
+    found = []
+    for n, rows in ((3, 6), (2, 4)):  # the last microbatch of 3 is padding
+        batch["padding"][4:] = True
+        given, specs, sgd = {k: x[:rows] for k, x in batch.items()}, model.specs(of, mesh), optim.sgd(0.1)
+        train = step.build_train_step(lambda p, b: model.loss(p, b, of), sgd, specs, microbatches=n)
+        layouts = {k: DataParallel().batch_layout(tuple(x.shape), x.dtype, mesh, n) for k, x in given.items()}
+        state = tree.init(step.state_specs(model.specs(of, Mesh()), sgd), 0, 0)
+        both = (tree.layouts(step.state_specs(specs, sgd)), layouts)
+        found.append(simulate(train, mesh, state, given, layouts=both).metrics["imbalance"])
+    assert found[0] == found[1] >= 1
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "attention_mask"])
+def test_a_mask_under_another_name_is_refused(name):
+    of = model.llama(vocab_size=13, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=8, max_seq=8)
+    tokens = torch.arange(8).view(2, 4)
+    batch = {"tokens": tokens, "labels": tokens, name: torch.ones(2, 4)}
+    with pytest.raises(
+        ValueError, match=rf"batch\['{name}'\]: got an entry that .* does not read, .* weighs .* 'mask'"
+    ):
+        model.loss(tree.init(model.specs(of, Mesh()), 0, 0), batch, of)
