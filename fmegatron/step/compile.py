@@ -54,7 +54,7 @@ def compile_graph(
         if backend == "inductor":
             return compile_flat_graph(graph_module, fakes, patches)
         if backend == "compile":
-            lower_own()
+            lower_own(graph_module)
             run = torch.compile(_of_vectors(graph_module), fullgraph=True, dynamic=False, options=patches)
             return lambda *tensors: run(*(x if x.dim() else x.view(1) for x in tensors))
         if backend == "aot_eager":
