@@ -33,7 +33,7 @@ def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> 
     Traced, lowered, fused and ordered as for a run; no kernel is compiled. The nodes are Inductor's own, which carry
     "stack_trace" of those that they come from.
     """
-    torch_private.lower_own()
+    torch_private.lower_own(graph_module)
     found: list[tuple[str, dict[str, set]]] = []
 
     def written(code: str) -> None:

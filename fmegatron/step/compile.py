@@ -58,7 +58,7 @@ def compile_graph(
         if backend == "inductor":
             return with_mended_cache(lambda: compile_flat_graph(graph_module, fakes, patches))
         if backend == "compile":
-            lower_own()
+            lower_own(graph_module)
             run = torch.compile(_of_vectors(graph_module), fullgraph=True, dynamic=False, options=patches)
 
             def with_vectors(*tensors: torch.Tensor):

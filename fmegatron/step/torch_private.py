@@ -326,15 +326,30 @@ def extract_subgraph(graph, inputs, outputs, name: str):
 
 def compile_flat_graph(graph_module, fakes, config_patches: dict):
     """Inductor on a flat graph of tensors -> callable(*tensors) -> list; no Dynamo, no guards."""
-    lower_own()
+    lower_own(graph_module)
     return torch._inductor.standalone_compile(
         graph_module, fakes, dynamic_shapes="from_example_inputs", options={"config_patches": config_patches}
     )
 
 
+def lower_own(graph_module) -> None:
+    """Teach Inductor the operators of ours that a graph calls, before it compiles the graph.
+
+    It learns an operator from the first call that it meets, and treats what was made before as if nothing read it in
+    memory: the order of buffers, and with it the peak, would depend on what the process had compiled.
+    """
+    _lower_own()
+    lowering, graph = (importlib.import_module(f"torch._inductor.{name}") for name in ("lowering", "graph"))
+    for node in graph_module.graph.nodes:
+        op = node.target
+        if isinstance(op, Op) and op.namespace.startswith("fmegatron") and op not in lowering.lowerings:
+            constraint = lowering.tag_to_layout_constraint(graph.get_layout_constraint_tag(op, with_default=True))
+            lowering.make_fallback(op, layout_constraint=constraint, warn=False)
+
+
 @functools.cache
-def lower_own() -> None:
-    """Teach Inductor the operator `fmegatron_step::own` (`step.output_buffers`), before it compiles one."""
+def _lower_own() -> None:
+    """The operator `fmegatron_step::own` (`step.output_buffers`)."""
     # Loaded when something is compiled: it takes a second, which processes that compile nothing need not wait.
     lowering = importlib.import_module("torch._inductor.lowering")
     ir, virtualized = lowering.ir, lowering.V

@@ -10,11 +10,16 @@ from fmegatron.collectives import Axes, psum
 from fmegatron.collectives.torch_private import group_named
 from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
+from fmegatron.plan.torch_private import schedule
 from fmegatron.plan.wrapper import counted
+from fmegatron.step.jitted import Compiled
+from fmegatron.step.passes import Target
 from fmegatron.step.torch_private import FakeTensorMode, make_fx
 from fmegatron.testing.measure import peak_bytes
 from tests.pairs import few
 from tests.plan.described import decoder, tower
+from tests.step import tiny
+from tests.step.overlap.decoder import config, state, train_step
 
 SQUARE = 128 * 128 * 4  # bytes
 
@@ -145,3 +150,14 @@ def test_layouts_of_another_mesh_are_refused():
     with pytest.raises(ValueError, match="plan: the state"):
         plan.exact(*described, Mesh(fsdp=4))
     assert tree.leaves(described.batch)[0].mesh == Mesh(fsdp=2)
+
+
+def test_what_was_compiled_before_changes_nothing():
+    """A graph whose operators Inductor has met is ordered as one whose operators it has not."""
+    of, mesh = config(layers=1), Mesh(fsdp=2)
+    arguments = state(of, mesh), tiny.decoder_batch(of, mesh=mesh)
+    with SizedWorld(mesh, 0) as world:
+        program = Compiled(train_step(of, mesh), arguments, (0,), Target(world)).program
+        found = [schedule(program.graph_module, program.fakes, dict(program.settings))[0] for _ in range(2)]
+    first, again = (source.partition("def call(")[2] for source in found)  # what stands before has numbers of its own
+    assert "all_to_all_single" in first and first == again

@@ -102,14 +102,16 @@ def _last_scatters(graph: fx.Graph) -> list[fx.Node]:
 def _join(graph: fx.Graph, starts: list[fx.Node], at: int) -> None:
     """Starts of one kind over one group as one, in the place of the first or the last of them; others stay as they are.
 
-    Sums that are made on the way are made in one dtype, so a reduce-scatter shares only with those of its own; with an
-    exchange it shares as an exchange: its sum then is local too, in the order of the ranks.
+    Sums that are made on the way are made in one dtype, so a reduce-scatter shares only with those of its own. Between
+    two ranks it shares with an exchange, as an exchange: its sum then is local too, in the order of the ranks, which
+    for more than two may not be the library's.
     """
     joinable: dict[tuple, list[fx.Node]] = {}
     exchanged = {str(s.args[-1]) for s in starts if opname(s.target) == _EXCHANGE}
     for start in starts:
         name, group = opname(start.target), str(start.args[-1])
-        if name in (_SCATTER, _EXCHANGE) and group in exchanged:
+        of_two = name == _SCATTER and int_of(start.args[-2]) == 2
+        if name == _EXCHANGE or of_two and group in exchanged:
             joinable.setdefault((_EXCHANGE, group), []).append(start)
         elif (base := name.removesuffix(_LIST)) in (_GATHER, _SCATTER):
             dtype = _parts(start)[0][1].meta["val"].dtype if base == _SCATTER else None

@@ -47,7 +47,8 @@ class Overlap:
     ranks may add in another order: by default none travel together.
     join_ends: the embedding travels with the first block, forward (gather) and backward (reduce-scatter), whatever
     their dtypes: nothing could hide either. As one coalesced collective without a copy; reductions that are exchanges
-    (sums of 16 bits in fp32) share one buffer. The embedding then lives as long as the first block.
+    (sums of 16 bits in fp32) share one buffer, between two ranks with sums that the library would make, too; over more,
+    these have an order of their own and travel apart. The embedding then lives as long as the first block.
     keep_last: the block that ends the forward begins the backward: its weights are kept instead of gathered twice.
     separate_groups: gathers get process groups of their own, so that they and reductions do not queue behind each
     other (one communicator runs its collectives in order).

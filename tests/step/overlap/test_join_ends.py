@@ -98,3 +98,11 @@ def test_compiled(ranks):
     policies = ("bf16", "bf16 wire")
     for found in ranks.run(compared, "zero3", policies, "inductor", ranks=2):
         assert found == dict.fromkeys(policies, (True, True, 2))
+
+
+@pytest.mark.parametrize(("ranks", "joined"), [(2, 1), (4, 0)])
+def test_a_sum_of_the_library_keeps_its_order(ranks, joined):
+    """Its reduce-scatter shares a buffer with sums that are made here between two ranks only: sums have one order."""
+    of = lowered(config(1, precision=POLICIES["sums in bf16"]), Mesh(fsdp=ranks), DataParallel.zero3())
+    with_ends, without = (starts_over(overlapped(of, free(join_ends=join)).graph, "fsdp") for join in (True, False))
+    assert without["scatter"] - with_ends["scatter"] == joined
