@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
@@ -191,11 +192,13 @@ class Simulation:
     """What the ranks computed in one call of a step.
 
     outputs: Ranks, each rank's result as the step returned it. layouts: flat list, one Layout per tensor leaf of the
-    result. traced: the one graph that all ranks ran. `again` runs it on other values.
+    result. traced: the one graph that all ranks ran; flat: the same with its layers inlined. `again` runs it on other
+    values.
     """
 
     mesh: Mesh
     traced: tracing.Traced = field(repr=False)
+    flat: fx.Graph = field(repr=False)
     outputs: Ranks = field(repr=False)
     layouts: list[Layout] = field(repr=False)
     inputs: list[list[torch.Tensor]] = field(repr=False)
@@ -251,7 +254,8 @@ class Simulation:
             raise ValueError(
                 f"again: got local shapes {got}, wanted {want}, for which the step was traced; call simulate again"
             )
-        return _run(self.traced, self.mesh, inputs, self.arg_layouts, self.out_layouts, self.fp64, self.layouts)
+        how = (self.arg_layouts, self.out_layouts, self.fp64, self.layouts)
+        return _run(self.traced, self.flat, self.mesh, inputs, *how)
 
 
 def simulate(
@@ -307,7 +311,8 @@ def simulate(
     traced = trace(step, given, mesh=mesh)
     batch_rows.require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
     traced = widened(traced) if fp64 else traced
-    return _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
+    flat = opaque.inline_layers(traced.graph_module.graph)
+    return _run(traced, flat, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
 
 
 def _per_rank(args, layouts, mesh):
@@ -371,13 +376,13 @@ def _flat_inputs(ranks, mesh):
     return inputs
 
 
-def _run(traced, mesh, inputs, arg_layouts, out_layouts, fp64, flat_layouts=None):
+def _run(traced, flat, mesh, inputs, arg_layouts, out_layouts, fp64, flat_layouts=None):
     inputs = [wide_column(column) for column in inputs] if fp64 else inputs
-    values, _ = interpret(opaque.inline_layers(traced.graph_module.graph), mesh, inputs)
+    values, _ = interpret(flat, mesh, inputs)
     outputs = Ranks(traced.result([xs[rank] for xs in values]) for rank in range(mesh.size))
     if flat_layouts is None:
         flat_layouts = infer_out_layouts(traced, outputs[0], mesh, arg_layouts, out_layouts)
-    return Simulation(mesh, traced, outputs, flat_layouts, inputs, arg_layouts, out_layouts, fp64)
+    return Simulation(mesh, traced, flat, outputs, flat_layouts, inputs, arg_layouts, out_layouts, fp64)
 
 
 def infer_out_layouts(

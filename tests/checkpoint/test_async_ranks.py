@@ -164,11 +164,9 @@ def check(ranks, tmp_path, **sizes):
     assert sorted(os.listdir(tmp_path)) == ["again", "first", "killed", "polled", "stuck", "waited"]
 
 
-@pytest.mark.slow
-def test_two_ranks(ranks, tmp_path):
-    check(ranks, tmp_path, fsdp=1, tp=2)
-
-
-@pytest.mark.long
-def test_four_ranks(ranks, tmp_path):
-    check(ranks, tmp_path, fsdp=2, tp=2)
+# Writers of four ranks are interpreters of their own, which take seconds each time that one is killed.
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 1, "tp": 2}, pytest.param({"fsdp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_ranks(ranks, tmp_path, sizes):
+    check(ranks, tmp_path, **sizes)

@@ -19,6 +19,7 @@ from fmegatron.step.jitted import Jitted
 from tests.experiments.given import flags as flags_of
 from tests.experiments.test_shakespeare import SMALL
 from tests.house import ROOT
+from tests.pairs import few
 
 SEEN = """
 run.folder run.steps run.seed run.allow run.backend run.deterministic
@@ -109,7 +110,7 @@ UNTIL = (
 )
 
 
-@pytest.mark.parametrize(("text", "why", "least"), UNTIL)
+@pytest.mark.parametrize(("text", "why", "least"), few(2, UNTIL))
 def test_until(tmp_path, monkeypatch, text, why, least):
     (tmp_path / "STOP").touch()
     rows = data.Batches.rows

@@ -47,7 +47,7 @@ def test_a_resumed_run_is_the_same(start, tmp_path):
     assert all(map(torch.equal, tree.leaves(whole.state), tree.leaves(parts.state)))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(Mesh(fsdp=2), marks=pytest.mark.slow), Mesh(dp=2, tp=2)], ids=str)
 def test_it_is_proven_and_equal_to_one_rank(start, tmp_path, mesh):
     of = config(start, tmp_path)
     described = preferences.describe(dataclasses.replace(of, mesh=mesh))

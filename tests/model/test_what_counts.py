@@ -167,17 +167,24 @@ def possible(case):
 
 
 CASES = [*((case, TOGETHER) for case in PAIRS), *((case, EACH) for case in FULL_PRODUCT if possible(case))]
+FEW = pairs.few(5, [tuple(case.values()) for case in PAIRS])
+DAILY = [case for case, one in zip(PAIRS, FEW, strict=True) if not one.marks]
 
 
 @pytest.mark.parametrize(
     "case, masks",
     [
-        pytest.param(case, masks, marks=[pytest.mark.slow] * (masks is EACH), id="-".join(map(str, case.values())))
+        pytest.param(
+            case,
+            masks,
+            marks=[pytest.mark.slow] * (masks is EACH or case not in DAILY),
+            id="-".join(map(str, case.values())),
+        )
         for case, masks in CASES
     ],
 )
 def test_invariant(case, masks):
-    """A model under masks, on a mesh, in n microbatches: by default every two of these, in full with those slow."""
+    """A model under masks, on a mesh, in n microbatches: five of these; every two of them and all are slow."""
     name, of, params = case["model"], MODELS[case["model"]], start(case["model"])
     loss_fn, batches = functools.partial(model.loss, decoder=of), [batch_of(mask, of) for mask in masks]
     found = steps(of, loss_fn, params, batches, MESHES[case["mesh"]], case["n"])

@@ -125,12 +125,12 @@ def test_in_a_compiled_layer(save):
     torch.testing.assert_close(jit(step, backend="aot_eager")(p, x), wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
-def test_compiled():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled(backend):
     q, k, v = (rand(B, S, heads, K, seed=i).detach() for i, heads in enumerate((H, G, G)))
     step = value_and_grad(lambda p: sum(x.square().sum() for x in attention_with_lse(p["q"], p["k"], p["v"])))
     p = {"q": q, "k": k, "v": v}
-    torch.testing.assert_close(jit(step, patches=tiny.SCALAR)(p), step(p), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(jit(step, backend=backend, patches=tiny.SCALAR)(p), step(p), rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_visible():

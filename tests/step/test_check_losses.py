@@ -8,7 +8,7 @@ from fmegatron.collectives import psum
 from fmegatron.layout import Mesh
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.testing import parity
-from tests.pairs import few
+from tests.pairs import each_value, few
 from tests.step import loss_programs
 from tests.step.loss_programs import PROGRAMS, batch_of, make
 
@@ -69,8 +69,7 @@ def by_a_mask(of):
 WRONG = {f.__name__: f for f in (psum_of_shards, of_all_rows, by_rows, by_a_tensor_of_rows, by_a_mask)}
 
 
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[3]], ids=str)
+@pytest.mark.parametrize(("setting", "name"), each_value([SETTINGS[0], SETTINGS[3]], WRONG))
 def test_wrong_losses_are_not_proven(name, setting):
     right, report = tried(name, *setting, WRONG)
     assert not right and (isinstance(report, str) or not report.ok)

@@ -260,11 +260,12 @@ OF_DECODERS = {  # each takes seconds
     reference: (BOTH, pairs),
 }
 FEATURES = {**QUICK, **OF_DECODERS}
+DAILY = [f for f in QUICK if f not in (zero1, hybrid, loss_scale)]  # which are in most other tests of steps
 
 
 @pytest.mark.parametrize(
     "feature",
-    [pytest.param(f, id=f.__name__, marks=[] if f in QUICK else pytest.mark.slow) for f in FEATURES],
+    [pytest.param(f, id=f.__name__, marks=[] if f in DAILY else pytest.mark.slow) for f in FEATURES],
 )
 def test_feature(feature):
     mesh, batch = FEATURES[feature]

@@ -14,6 +14,7 @@ from fmegatron.step.layer import layer_layout, unstack
 from fmegatron.step.opaque import inline_layers
 from fmegatron.step.reduce import raw_gradient_layout
 from fmegatron.testing import assert_parity
+from tests.pairs import each_value
 from tests.step import tiny
 
 MESHES = [Mesh(), Mesh(fsdp=2), Mesh(dp=2, fsdp=2)]
@@ -59,9 +60,9 @@ def test_it_is_the_loop(how):
     torch.testing.assert_close((grads, got), (wanted, loss), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
-def test_on_a_mesh(mesh, how):
+@pytest.mark.parametrize(("mesh", "name"), each_value(MESHES[1:], HOW))
+def test_on_a_mesh(mesh, name):
+    how = HOW[name]
     layouts = layouts_on(mesh)
     rows = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh, (Axes(mesh).data,)), tiny.mlp_batch())
     raw = tree.map(lambda layout: raw_gradient_layout(layout, Axes(mesh).data), layouts)

@@ -14,6 +14,7 @@ from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.regather import regathered
 from fmegatron.step.tracing import trace
+from tests.pairs import each_value
 from tests.step.own_towers import WAYS, described, start
 from tests.step.proven import proven_and_equal
 
@@ -75,8 +76,7 @@ def proven_and_equal_tower(mesh, steps=2, **how):
     return proven_and_equal(lambda m: described(m, **how), mesh, state, batch, layouts=at, steps=steps)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "way"), each_value([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], WAYS))
 def test_on_a_mesh(mesh, way, little):
     found = proven_and_equal_tower(mesh, way=way, strategy="hsdp", **LITTLE)
     assert sent(found.sharded.traced.graph_module.graph, mesh)["all_gather"] > 6
@@ -154,8 +154,9 @@ def test_on_real_ranks(ranks):
         assert same and numbers == [sim.metrics["loss"], sim.metrics["grad_norm"]]
 
 
-@pytest.mark.parametrize("strategy", ["replicated", "zero1", "zero2", "zero3", "hybrid"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"), each_value(["replicated", "zero1", "zero2", "zero3", "hybrid"], [1, 2])
+)
 def test_strategies(strategy, microbatches, little):
     proven_and_equal_tower(Mesh(dp=2, fsdp=2), way=WAYS[1], strategy=strategy, microbatches=microbatches, **LITTLE)
 

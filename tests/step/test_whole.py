@@ -7,12 +7,12 @@ from fmegatron import nn, optim, step, testing, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.opaque import inline_layers
+from tests.pairs import each_value
 from tests.step.own_towers import WHOLE, described, start
 from tests.step.proven import proven_and_equal
 
 
-@pytest.mark.parametrize("way", WHOLE)
-@pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
+@pytest.mark.parametrize(("mesh", "way"), each_value([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], WHOLE))
 def test_on_a_mesh(mesh, way):
     how = {"way": way, "strategy": "hsdp", "dim": 16, "width": 32}
     state, batch = start(**how)

@@ -110,8 +110,7 @@ FURTHER = [(Mesh(dp=2), "zero1"), (Mesh(dp=2), "zero2"), (Mesh(dp=2, fsdp=2), "h
 OPTIMIZERS = {"adamw": lambda: optim.adamw(1e-2), "muon": lambda: optim.muon(1e-2), "sgd": lambda: optim.sgd(1e-2)}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("mesh", "strategy"), FURTHER, ids=str)
+@pytest.mark.parametrize(("mesh", "strategy", "name"), few(6, [(*at, name) for at in FURTHER for name in OPTIMIZERS]))
 def test_a_step_by_hand_under_zero1_and_zero2(mesh, strategy, name):
     """Where the parameters lie at rest the update is refused, which names the strategies and the way; brought to where
     the state lies it is proven, and equal to one rank. An optimizer without a state works on what it is given."""
