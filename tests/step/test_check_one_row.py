@@ -83,6 +83,17 @@ def test_one_of_each(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("sizes, rows", [(dict(cp=2), 1), (dict(fsdp=2, tp=2), 2)], ids=str)
+def test_a_scan_of_one_row(sizes, rows):
+    """Over cp it was refused: what a rank picks of what depends on its index was taken for the same on all of them."""
+    norm, precision = model.RMSNorm(), Precision.fp64()
+    blocks = ((model.Part("mixer", model.Mamba(8, 4, 6, 2, conv=3, chunk=4), norm),),)
+    decoder = model.Decoder(*(250, 64, blocks, 32, norm), vocab_multiple=16, precision=precision)
+    mesh = Mesh(**{axis: sizes.get(axis, 1) for axis in ("dp", "fsdp", "ep", "cp", "cpi", "tp")})
+    report = step.check(*model.build(decoder, optim.adamw(1e-2), mesh, (rows, 32)))
+    assert report.ok, str(report)
+
+
 WRONG = {
     "a mean through a leading 1": lambda x: psum((x * x.view(1, -1).mean(1)).sum(), DP),
     "a maximum of a sum through a leading 1": lambda x: psum(x.view(1, -1).sum(1).amax(0), DP),

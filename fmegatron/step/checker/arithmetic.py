@@ -133,7 +133,7 @@ def _narrowed(scope: Scope, node: Node, kind: str, values: Sequence[Value], out:
     compute: there a dim that is split here is as large as what it meets."""
     vague = [m for v in values if isinstance(m := v.marks.get(axis), Somewhere)]
     if any([m.or_sum or m.reduced for m in vague]):
-        return _reduced_or_not(scope, node, kind, values, vague, axis)
+        return _reduced_or_not(scope, node, kind, values, out, axis)
     outcomes = _outcomes(values, out, axis, scope.mesh[axis])
     if not outcomes:
         return Wrong(node, "combines values that are replicated and sharded", "gather the one, or shard the other")
@@ -184,17 +184,20 @@ def _at(x: Value, dim: int, cut: bool) -> tuple[str, int]:
     return ("any" if size == 1 or all([atom.axes is UNIFORM for atom in x.dims[dim]]) else "whole"), size
 
 
-def _reduced_or_not(scope, node, kind, values, vague: list[Somewhere], axis: str) -> Mark:
-    """Of what may be a pending reduction, or sharded: linear ops with what all ranks have keep it."""
-    first, others = vague[0], [v for v in values if not v.is_(axis, Somewhere)]
+def _reduced_or_not(scope: Scope, node: Node, kind: str, values: Sequence[Value], out: Value, axis: str) -> Mark:
+    """Of what may be a pending reduction, or sharded: linear ops with what all ranks have keep it. Two of them may be
+    one of each, as each is of a view of its own."""
+    vague, others = ([v for v in values if v.is_(axis, Somewhere) == is_] for is_ in (True, False))
+    first = vague[0].marks[axis]
+    assert isinstance(first, Somewhere), "one of them is vague"
     alone = len(vague) == 1 and all([v.replicated(axis) for v in others])
-    same = {(m.or_sum, m.reduced) for m in vague} == {(first.or_sum, first.reduced)}
     sums = first.or_sum or first.reduced == "sum"
     kept = kind == "same" or (sums and kind == "product" and alone)
-    kept |= sums and kind == "quotient" and alone and values[0].is_(axis, Somewhere)
-    kept |= sums and kind in ("sum", "beside") and same and all([v.constant == 0 for v in others])
-    if kept:
-        return first._replace(dims=None)
+    kept |= sums and kind == "quotient" and alone and values[0] is vague[0]
+    kept |= sums and kind in ("sum", "beside") and alone and all([v.constant == 0 for v in others])
+    where = _outcomes(values, out, axis, scope.mesh[axis]) if kept else set()
+    if where and all([len(dims) == 1 for dims in where]):
+        return first._replace(dims=tuple(sorted(frozenset().union(*where))))
     return scope.vague(node, "uses a value that is sharded or a pending reduction: shapes do not tell which")
 
 

@@ -95,7 +95,7 @@ def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: An
         case None, kinds.RankIndex():
             return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
         case None, kinds.Permuted():
-            return _permuted(x, axes)
+            return _permuted(node, x, axes)
         case None, kinds.Replicated() | kinds.Partial() | kinds.Sharded() | kinds.Own() as stated:
             if kinds.collective_of(node.target) is table.DECLARE:
                 return declared(scope, node, x, axes, stated)
@@ -295,11 +295,11 @@ def _dim_gathered(
             marks[axis] = scope.unknown(node, "all_gather of a value that depends on the rank's index", fix)
         elif isinstance(mark, Somewhere):  # on one of its dims, of which a shard of one element leaves no trace
             vague = True
-            if mark.dims is not None and dim not in mark.dims:
+            if mark.reduced:
+                marks[axis] = scope.vague(node, f"all_gather of {what} of what may be a pending {mark.reduced}")
+            elif not mark.may_be(dim):
                 text = f"all_gather of {what} of a value that is sharded on one of the dims {mark.dims}"
                 marks[axis] = Wrong(node, text, "gather the dim that the axis shards")
-            elif mark.reduced:
-                marks[axis] = scope.unknown(node, f"all_gather of {what} of what may be a pending {mark.reduced}")
         elif loose and isinstance(mark, Pending) and mark.kind in ("sum", "max", "min"):
             terms[axis] = Fold(mark.kind, axis, node)
         elif loose and mark is None and not x.shards(axis):
@@ -354,7 +354,10 @@ def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, spl
         constant = mark is None and constant_along(x.dims[concat_dim])
         if isinstance(mark, Varying):
             marks[axis] = mark
-        if isinstance(mark, (*OPEN, Varying, Somewhere)) or held or constant:
+        if isinstance(mark, Somewhere) and (mark.or_sum or mark.reduced):
+            marks[axis] = scope.vague(node, "all_to_all of a value that is sharded or a pending reduction")
+        vague = isinstance(mark, Somewhere) and (mark.or_sum or mark.reduced or mark.may_be(concat_dim))
+        if isinstance(mark, (*OPEN, Varying)) or vague or held or constant:
             continue
         if isinstance(mark, Pending) and mark.kind in ("sum", "max", "min") and split_dim != concat_dim:
             terms[axis] = Fold(mark.kind, axis, node)
@@ -412,9 +415,11 @@ def _by_counts(node: Node, x: Value, axes: tuple[str, ...], counts: list[Value])
     return x
 
 
-def _permuted(x: Value, axes: tuple[str, ...]) -> Value:
-    # What is sharded is elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms.
+def _permuted(node: Node, x: Value, axes: tuple[str, ...]) -> Value:
+    # What is sharded is elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms, of which
+    # their birth says that they came from another rank (`marks.pending_after`).
     moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere)]
     open_ = {a: left_of(x.marks[a]) for a in axes if x.is_(a, Unknown)}
-    out = x.marked(open_).marked(dict.fromkeys(moved, Varying()))
+    terms: dict[str, Mark | None] = {a: Pending("sum", node) for a in axes if x.pending(a, "sum")}
+    out = x.marked(open_ | terms).marked(dict.fromkeys(moved, Varying()))
     return replace(out, data=False, index_of=(), ramp=False) if moved else out

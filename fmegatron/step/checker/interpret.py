@@ -346,9 +346,9 @@ def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> Non
 
 
 def _with_slice(scope: Scope, node: Node, target: Node, other: Node, value: Value, new: Value | None) -> Value | None:
-    """An array after a slice of it, or an index, was written; None where that is not what the target is, or where the
-    dim is sharded."""
-    if new is None or target.op != "call_function" or op_name(target) not in ("slice", "select"):
+    """An array after a slice of it, an index or a diagonal was written; None where that is not what the target is, or
+    where the dim is sharded."""
+    if new is None or target.op != "call_function" or op_name(target) not in ("slice", "select", "diagonal"):
         return None
     source = node_of(target.args[0])
     if _geometry(source.meta["val"]) != _geometry(other.meta["val"]):
@@ -356,12 +356,16 @@ def _with_slice(scope: Scope, node: Node, target: Node, other: Node, value: Valu
             return None
         inner = _with_slice(scope, node, target, source, scope.values[source], new)
         return None if inner is None else _with_slice(scope, node, source, other, value, inner)
-    dim = int_of(target.args[1] if len(target.args) > 1 else 0) % len(value.dims)
-    old = value.with_dims(() if d == dim else atoms for d, atoms in enumerate(value.dims))
-    if op_name(target) == "select":
-        new = new.with_dims((*new.dims[:dim], (), *new.dims[dim:]))
-    part = new.with_dims(() if d == dim else atoms for d, atoms in enumerate(new.dims))
-    if any(atom.sharded or atom.fold for atom in (*value.dims[dim], *new.dims[dim])):
+    written = [new.dims[-1]] if op_name(target) == "diagonal" else []
+    within = sorted([d % len(value.dims) for d in _written_dims(target)])
+    old = value.with_dims(() if d in within else atoms for d, atoms in enumerate(value.dims))
+    if op_name(target) != "slice":
+        new = new.with_dims(new.dims[: len(new.dims) - len(written)])
+        for dim in within:
+            new = new.with_dims((*new.dims[:dim], (), *new.dims[dim:]))
+    part = new.with_dims(() if d in within else atoms for d, atoms in enumerate(new.dims))
+    written += [of.dims[dim] for of in (value, new) for dim in within]
+    if any(atom.sharded or atom.fold for dim in written for atom in dim):
         return None
     made = old.settled and not old.sharded and (old.constant is not None or _is_empty(source))
     if made and not (old.constant or 0):
@@ -370,10 +374,16 @@ def _with_slice(scope: Scope, node: Node, target: Node, other: Node, value: Valu
         out = elementwise(scope, node, "beside", [old, part])
     else:  # one part is pending and the other is not
         return None
-    size = size_of(value.dims[dim])
-    dims = [plain(size) if d == dim else atoms for d, atoms in enumerate(out.dims)]
+    dims = [plain(size_of(value.dims[d])) if d in within else atoms for d, atoms in enumerate(out.dims)]
     constant = 0 if (value.constant, new.constant) == (0, 0) else None
     return replace(out.with_dims(dims), constant=constant)
+
+
+def _written_dims(target: Node) -> list[int]:
+    """The dims along which a view is a part of an array."""
+    given = target.args[2:4] if op_name(target) == "diagonal" else target.args[1:2]
+    dims = [int_of(dim) for dim in given]
+    return [*dims, *(0, 1)[len(dims) :]] if op_name(target) == "diagonal" else dims or [0]
 
 
 def _is_empty(node: Node) -> bool:

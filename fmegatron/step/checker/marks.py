@@ -46,6 +46,10 @@ _TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand
 _CORRECTED = frozenset("clamp clamp_min clamp_max maximum minimum reciprocal sign sgn threshold".split())
 _NO_ENTER = "adds a share of a sum over the ranks, through which its gradient goes back as that of one rank's term"
 _ENTER = "enter(psum(x, axis), axis) sums the gradients of all ranks; a term of each rank alone needs neither"
+# As many of these additions as there are other ranks make the sum complete, and a psum of it n times too large; a graph
+# does not show whether their number was meant to be that of the ranks.
+_RING = "adds terms of a sum that came from other ranks: whether a ring has made it complete cannot be told"
+_COMPLETE = 'Use psum; or declare(x, axis, "replicated") behind the last one (forward="partial" if it is not complete)'
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
@@ -128,6 +132,8 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
     first, local_mean = pending[0], any(v.excess[axis].power for v in values if axis in v.excess)
     if kind in _TERMS:
         others = [v for v in others if not ((v.equal_terms or v.portion.get(axis) == "exact") and v.replicated(axis))]
+        if kind != "select" and len(pending) > 1 and any(_came(mark.birth) for mark in pending):
+            return scope.unknown(node, _RING, _COMPLETE)
         if not others:
             summed = _of_summed_parameters(scope, node, axis)
             return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True) if summed else first
@@ -223,6 +229,11 @@ def _forms(scope, node, kind, values, axis, pending, others) -> Mark | None:
 _OF_SUMS, _OF_EXTREMA, _OF_FORMS = _sums, _extrema, _forms
 
 
+def _came(birth: Node | None) -> bool:
+    """Whether a term of a sum came from another rank."""
+    return birth is not None and kinds.collective_of(birth.target) is table.PPERMUTE
+
+
 def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> bool:
     """Whether what is added to a pending sum is made of its reduction over the ranks."""
     values = [(n, scope.values.get(n)) for n in node.all_input_nodes]
@@ -290,21 +301,26 @@ def raised(x: Value, axes: Iterable[str], power: int, node: Node, what: str, **m
 
 
 def scaled(scope: Scope, x: Value, factor: float, divides: bool = False) -> Value:
-    """A value times a number (divides: written as a division): 1/n takes an excess of n out; other numbers may have
-    been meant to. A sum of replicas is divided at once, if at all: by n, or by n times another count."""
+    """A value times a number (divides: written as a division): a division by n takes an excess of n out; other numbers
+    may have been meant to, 0.5 on two ranks among them, which halves on four as well. A sum of replicas is divided at
+    once, if at all: by n, or by n times another count."""
     too_large_over = [a for a, e in x.excess.items() if e.power]
     if not too_large_over:
-        return _portion(scope, x, factor)
+        return _portion(scope, x, factor, divides)
+    meant = divides
     for count in range(len(too_large_over), 0, -1):
         for axes in itertools.combinations(too_large_over, count):
             size = math.prod(scope.mesh[a] ** float(x.excess[a].power) for a in axes)
             if _is_one(abs(factor) * size):
+                meant = True
+                if not divides and abs(factor) < 1:
+                    continue
                 left = {a: e._replace(power=Fraction(0)) if a in axes else e for a, e in x.excess.items()}
                 return replace(x, excess={a: e for a, e in left.items() if e.power or e.doubt is not None} or NOTHING)
     if abs(factor) == 1:
         return x
     divisor = 1 / abs(factor) if factor else 0.0
-    whole = round(divisor) if divides and divisor > 1.5 and _is_one(divisor / round(divisor)) else 0
+    whole = round(divisor) if meant and divisor > 1.5 and _is_one(divisor / round(divisor)) else 0
     excess = {}
     for axis, e in x.excess.items():
         holds = e.unused and whole and whole % scope.mesh[axis] == 0
@@ -312,9 +328,9 @@ def scaled(scope: Scope, x: Value, factor: float, divides: bool = False) -> Valu
     return replace(x, excess=excess)
 
 
-def _portion(scope: Scope, x: Value, factor: float) -> Value:
+def _portion(scope: Scope, x: Value, factor: float, divides: bool) -> Value:
     """Divided by the number of ranks along some axes, or by a multiple of it, a value may be a portion of what one rank
-    has."""
+    has; times 0.5 it may be half of it on any number of ranks."""
     count = round(1 / abs(factor)) if factor else 0
     if count < 2 or not _is_one(abs(factor) * count):
         return x
@@ -323,7 +339,7 @@ def _portion(scope: Scope, x: Value, factor: float) -> Value:
     for k in range(1, len(big) + 1):
         for axes in itertools.combinations(big, k):
             if math.prod(scope.mesh[a] for a in axes) == count:
-                found |= dict.fromkeys(axes, "exact")
+                found |= dict.fromkeys(axes, "exact" if divides else "maybe")
     return replace(x, portion={**x.portion, **found}) if found else x
 
 

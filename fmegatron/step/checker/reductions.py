@@ -93,7 +93,10 @@ def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind:
         if (kind not in _REDUCED and not (kind == "mean" and all_of_it and not before)) or (before and before != kind):
             return scope.vague(node, f"{kind} over a dim that may be sharded: shapes do not tell")
         if not all_of_it:
-            return mark._replace(dims=None, or_sum=False, reduced=kind)
+            left = sorted(among - gone)
+            if not keep:
+                left = [d - sum(g < d for g in gone) for d in left]
+            return mark._replace(dims=tuple(left), or_sum=False, reduced=kind)
         crosses = True
     elif isinstance(mark, First):
         return Varying()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -39,16 +39,18 @@ class Pending(NamedTuple):
         return f"partial ({self.kind})"
 
 
-class Varying(NamedTuple):
+@dataclass(frozen=True, slots=True)  # a tuple without fields would be false, and equal to any other
+class Varying:
     """It depends on the rank's index, and no rule knows what that means; `declare` states it."""
 
-    words = "varying"
+    words: ClassVar[str] = "varying"
 
 
-class First(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class First:
     """A condition that is true on the first rank of the axis only: axis_index == 0."""
 
-    words = "varying"
+    words: ClassVar[str] = "varying"
 
 
 class Somewhere(NamedTuple):
