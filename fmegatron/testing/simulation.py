@@ -18,8 +18,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import batch_rows, opaque, trace, tracing
-from fmegatron.step.second_device import on_second_device
+from fmegatron.step import batch_rows, opaque, second_device, trace, tracing
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.relate import numbers
 from fmegatron.testing.widen import wide_column, widened
@@ -310,7 +309,7 @@ def simulate(
     given = tuple(_known(arg[0], of, fp64) for arg, of in zip(ranks, layouts, strict=True))
     traced = trace(step, given, mesh=mesh)
     batch_rows.require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
-    fault = on_second_device(traced, step, given) if mesh.size > 1 else None
+    fault = second_device.on_second_device(traced, step, given) if mesh.size > 1 else None
     other = "" if fault is None else f"{fault[0]}: made without a device; on a second device {fault[1]}"
     traced = widened(traced) if fp64 else traced
     ran = _run(traced, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
