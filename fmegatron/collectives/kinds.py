@@ -24,7 +24,9 @@ __all__ = ["REPLICATED", "Collective", "Own", "Partial", "Permuted", "RankIndex"
 __all__ += ["linear", "require_mesh_of_graph"]
 
 NAMESPACE = "fmegatron"
-Argument = Sequence[Place] | Sequence[int] | int | bool | str | Tensor  # of a collective, besides its list and axes
+Argument = (
+    Sequence[Place] | Sequence[int] | Place | int | bool | str | Tensor
+)  # of a collective, besides its list and axes
 
 
 # ---- types: what a value is over the axes of a collective ------------------------------------------------------------
@@ -118,7 +120,7 @@ class Collective:
         """The results, differentiable if there is a transpose; over an axis of size 1 the tensors themselves."""
         if axis.size == 1:
             return list(xs)
-        beside = [i for i, one in enumerate(arguments) if isinstance(one, Tensor)]
+        beside = {i: one for i, one in enumerate(arguments) if isinstance(one, Tensor)}
         dtypes, transpose = [x.dtype for x in xs], self.transpose
 
         def own(which, tensors):
@@ -139,7 +141,7 @@ class Collective:
             there,
             None if transpose is None else back,
             xs,
-            *[arguments[i] for i in beside],
+            *beside.values(),
             name=f"{self.name} over {axis}",
             flat=any(is_flat(one) for one in arguments),
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
+from torch._C import _distributed_c10d, _functorch
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -40,7 +40,7 @@ def schema_of(op: object) -> torch.FunctionSchema | None:
 
 def is_transformed() -> bool:
     """Whether a transform of torch.func is at work in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def flight_record() -> bytes | None:

@@ -30,8 +30,7 @@ from fmegatron.loop.startup import memory, startup
 from fmegatron.loop.stragglers import Stragglers
 from fmegatron.loop.training import StepInfo, train
 from fmegatron.loop.windows import Windows
-from fmegatron.step import replicas
-from fmegatron.step.jitted import Jitted
+from fmegatron.step import jitted, replicas
 
 MOST_ROLL_BACKS = 10  # of one process
 
@@ -91,7 +90,7 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
                 if not own.began or not restarts.again(error, own.finished, lambda: stop.signal is not None):
                     raise
             run.state = None
-            if isinstance(run.step, Jitted):
+            if isinstance(run.step, jitted.Jitted):
                 run.step.last = None  # its memory is that of the state that is read now
 
 

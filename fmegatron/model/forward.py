@@ -6,7 +6,7 @@ Legend: B batch, S sequence, D width, V padded vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -255,6 +255,17 @@ _ENTRIES = frozenset(
 )
 
 
+def _require_known(batch: Mapping[str, Tensor]) -> None:
+    """ValueError for an entry for each token that the mean of their losses leaves out of account."""
+    for name in sorted(map(str, batch.keys() - _ENTRIES)):
+        if isinstance(batch[name], Tensor) and batch[name].shape == batch["tokens"].shape:
+            raise ValueError(
+                f"batch[{name!r}]: got an entry for each token that the loss of a decoder does not read, wanted some of "
+                f"{', '.join(sorted(_ENTRIES))}; call what weighs tokens 'mask', what is no token 'padding' (bool), and "
+                "give what is for something else to that alone (`token_losses` takes any)"
+            )
+
+
 class Beside(NamedTuple):
     """What `token_losses` gives beside the losses of the tokens.
 
@@ -288,12 +299,6 @@ def token_losses(
     The arguments are those of `loss`.
     """
     require_samples(decoder, params, samples)
-    if unknown := sorted(map(str, batch.keys() - _ENTRIES)):
-        raise ValueError(
-            f"batch[{unknown[0]!r}]: got an entry that the loss of a decoder does not read, wanted some of "
-            f"{', '.join(sorted(_ENTRIES))}; call what weighs tokens 'mask', what is no token 'padding' (bool), and "
-            "leave out what is for something else"
-        )
     for name in ("labels", "mask", "documents", "padding"):
         if name in batch and batch[name].shape != batch["tokens"].shape:
             raise ValueError(
@@ -360,7 +365,8 @@ def loss(
             [S] or [B, S], "documents" int64 [B, S]: `TokenContext`; "padding" bool [B, S]: what is no token, beside
             where documents are below 0; "ahead", "ahead_mask", "ahead_tokens" [B, S, depths], for `Decoder.mtp`:
             `ahead`, which is called where they are not given; without a mask those below 0 do not count}, B and S split
-            over `axes.data`. ValueError for other entries: a mask under another name would not count.
+            over `axes.data`. ValueError for other entries of the tokens' shape: a mask under another name would not
+            count.
         decoder: the model.
         axes: of the mesh of the parameters; None: Axes(mesh).
         save: what a block keeps for its backward (`logits`).
@@ -372,6 +378,7 @@ def loss(
             (`model.deterministic`).
         key: of these random numbers, such as the run's seed.
     """
+    _require_known(batch)
     how = (axes, save, offload, reshard_after_forward)
     nll_BS, beside = token_losses(params, batch, decoder, *how, samples=samples, key=key)
     mask_BS = batch.get("mask")

@@ -105,6 +105,7 @@ def _lines_of(traced: Traced, leaves: list) -> list[str]:
             continue
         called = str(node.target) if isinstance(node.target, str | Op) else getattr(node.target, "__name__", "?")
         if node.op == "call_function" and called == "constant" and not node.args:
+            assert callable(node.target), "a constant is a function without arguments"
             lines.append(f"{node} = the constant {_value(node.target())} at {_used_at(node)}")
         else:
             text = f"{called}({_text(node.args, sizes)}, {_text(node.kwargs, sizes)})"

@@ -61,9 +61,15 @@ def compile_graph(
             lower_own(graph_module)
             run = torch.compile(_of_vectors(graph_module), fullgraph=True, dynamic=False, options=patches)
 
+            compiled = False
+
             def with_vectors(*tensors: torch.Tensor):
+                nonlocal compiled
                 vectors = [x if x.dim() else x.view(1) for x in tensors]
-                return with_mended_cache(lambda: run(*vectors))  # the first call compiles
+                # The first call compiles. A later one that fails may have written to what was donated.
+                found = run(*vectors) if compiled else with_mended_cache(lambda: run(*vectors))
+                compiled = True
+                return found
 
             return with_vectors
         if backend == "aot_eager":

@@ -91,10 +91,11 @@ def _files_named(error: BaseException) -> Iterator[str]:
     folders = {torch_private.inductor_folder(), torch_private.inductor_default_folder()}
     files = re.compile(rf"(?:{'|'.join(map(re.escape, folders))})[^\s:;,'\"()]+\.(?:{'|'.join(_ENDS)})\b")
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield from (path for path in files.findall(str(error)) if os.path.isfile(path))
-        error = error.__cause__ or error.__context__
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield from (path for path in files.findall(str(one)) if os.path.isfile(path))
+        one = one.__cause__ or one.__context__
 
 
 def _empty_files() -> Iterator[str]:

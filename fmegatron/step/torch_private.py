@@ -239,7 +239,8 @@ def reaches_before(root: torch.Tensor, began: torch.fx.Node | None) -> bool:
             continue
         seen.add(at)
         todo += [function for function, _ in at.next_functions]
-        slot = get_proxy_slot(at.variable, mode.tracer, None) if hasattr(at, "variable") else None
+        leaf = getattr(at, "variable", None)
+        slot = None if leaf is None else get_proxy_slot(leaf, mode.tracer, None)
         if slot is not None and not began < slot.proxy.node:
             return True
     return False

@@ -8,13 +8,9 @@ recorded on a laptop. Each node knows the line of the user's code that it comes 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dis
 import functools
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,12 +18,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fmegatron import collectives, tree
+from fmegatron import tree
 from fmegatron.collectives import kinds
 from fmegatron.collectives.known_ranks import Recorded, recorded_mesh
-from fmegatron.layout import dtypes, layout, notation
-from fmegatron.nn import weight
+from fmegatron.collectives.torch_private import schema_of
+from fmegatron.layout import layout, notation
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
+from fmegatron.step.lines import described, frames_of, line_here, line_of
 from fmegatron.step.purity import (
     generators_kept,
     require_keyed,
@@ -35,10 +32,9 @@ from fmegatron.step.purity import (
     require_no_hidden_tensors,
     require_pure,
 )
+from fmegatron.step.refused import OF_ONE_DTYPE, explained, require_one_device, require_one_dtype, tell_failed
 from fmegatron.step.regather import regathered
 from fmegatron.step.torch_private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
     Recorder,
     TorchDispatchMode,
@@ -52,18 +48,17 @@ from fmegatron.step.torch_private import (
 from fmegatron.tree import structure
 from fmegatron.tree.labels import alike, label_of, labelled
 
-__all__ = ["Traced", "as_of", "described", "line_here", "make_fakes", "own_results", "record", "recorded", "trace"]
-
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
-_ROOT = os.path.dirname(os.path.dirname(_PACKAGE)) + os.sep
-_COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
-_TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_PRODUCTS = os.path.abspath(weight.__file__)  # who multiplies says more than how
-_CONTEXTS = os.path.abspath(contextlib.__file__)  # between a context and whoever opened it
-_COPY = os.path.abspath(copy.__file__)  # of Python, which users call
-_MACHINERY = (_TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, _COPY, "<")
+__all__ = [
+    "Traced",
+    "as_of",
+    "described",
+    "line_here",
+    "make_fakes",
+    "own_results",
+    "record",
+    "recorded",
+    "trace",
+]
 
 
 @dataclass
@@ -74,9 +69,10 @@ class Traced:
     of the tensor leaves of the result. fakes: fake tensors of the placeholders. in_paths, out_paths: names of the
     leaves ("0/params/head/w"). out_tree: optree structure of the result; out_static: per leaf of the result None for a
     tensor, else (value,) of a Python constant. aliased: per output, whether it shares storage with an input. called_at:
-    the line that called `trace`, which is that of ops for which no line inside of the step stands. in_labels,
-    out_labels: the layouts of the tensors of the arguments (`tree.place`), and what the function itself knew of
-    those that it returned; None: not known.
+    the line that called `trace`, which is that of ops for which no line inside of the step stands. made_here: lines
+    that make a tensor with dims on no device in particular, or on one by name. in_labels, out_labels: the layouts of
+    the tensors of the arguments (`tree.place`), and what the function itself knew of those that it returned; None: not
+    known.
     """
 
     graph_module: torch.fx.GraphModule
@@ -88,6 +84,7 @@ class Traced:
     aliased: list[bool]
     fake_mode: Any = field(repr=False, default=None)
     called_at: str = ""
+    made_here: list[str] = field(default_factory=list)
     in_labels: list[layout.Label | None] = field(default_factory=list)
     out_labels: list[layout.Label | None] = field(default_factory=list)
 
@@ -129,7 +126,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None
     fakes = make_fakes([leaf for leaf, t in zip(leaves, is_tensor, strict=True) if t], mode)
     known = next((label.layout.mesh for label in labels if label is not None), None)
     of_paths = {storage_of(x): path for x, path in zip(fakes, in_paths, strict=True)}
-    with record(mode, name, known or mesh, of_paths) as recorder:
+    made_here: list[str] = []
+    with record(mode, name, known or mesh, of_paths, made_here) as recorder:
         for x, label in zip(recorder.inputs(fakes), labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)
@@ -149,8 +147,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None
     require_pure(graph_module, in_paths)
     graph_module = regathered(graph_module)
     found = (in_paths, out_paths, out_tree, out_static, aliased)
-    called_at = _line(_frames(sys._getframe(1)))
-    return Traced(graph_module, fakes, *found, mode, called_at, labels, out_labels)
+    called_at = line_of(frames_of(sys._getframe(1)))
+    return Traced(graph_module, fakes, *found, mode, called_at, made_here, labels, out_labels)
 
 
 def own_results(fn: Callable, of: Sequence[int] | None = None) -> Callable:
@@ -176,15 +174,19 @@ def make_fakes(tensors, mode) -> list:
 
 @contextlib.contextmanager
 def record(
-    mode, name: str, mesh: layout.Mesh | None = None, paths: Mapping[int, str] = MappingProxyType({})
+    mode,
+    name: str,
+    mesh: layout.Mesh | None = None,
+    paths: Mapping[int, str] = MappingProxyType({}),
+    made_here: list[str] | None = None,
 ) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
     because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
     None: that of the trace around it, where there is one. paths: of the arguments by their memory (`storage_of`), which
-    errors name."""
+    errors name. made_here: takes lines, as `Traced` has them."""
     root = Recorded(mesh or recorded_mesh())
     with (
-        _explained(name, paths),
+        explained(name, paths),
         quiet_about_shapes(),
         generators_kept(name),
         outside_of_tracing(),
@@ -194,7 +196,7 @@ def record(
         fx_traceback.preserve_node_meta(),
         recording(root) as recorder,
         _Lines(paths),
-        _Copies(paths),
+        _Copies(paths, [] if made_here is None else made_here),
     ):
         yield recorder
 
@@ -208,131 +210,6 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
     return graph_module
 
 
-@contextlib.contextmanager
-def _explained(name: str, paths: Mapping[int, str]):
-    """What torch and Python refuse in a step, as a ValueError that names the line, the leaves and the fix. What the
-    step itself raises stays as it is."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as e:
-        raise _refused(
-            e,
-            f"{name}: at {_raised_at(e)}: got a read of the value of a tensor ({e}), wanted a graph that does not "
-            "depend on data; keep it in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
-        ) from None
-    except AssertionError as e:
-        if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
-            raise
-        if _OF_FORWARD_MODE in str(e):
-            raise _refused(e, f"{name}: at {_raised_at(e)}: {_NO_FORWARD_MODE} ({e})") from None
-        raise _refused(
-            e,
-            f"{name}: at {_raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
-            "pass it as an argument, or make it inside the function from Python numbers; of a module, pass all "
-            f"parameters and buffers: torch.func.functional_call(module, {{**params, **buffers}}, args) ({e})",
-        ) from None
-    except Exception as e:
-        at, text = _raised_at(e), str(e)
-        op, leaves = _note(e, _FAILED), _note(e, _LEAVES)
-        if "leaf Variable that requires grad" in text:
-            what = (
-                f"{name}: at {at}: got an argument that is changed in place, wanted it unchanged, as a step is pure; "
-                "return the new value instead"
-            )
-        elif isinstance(e, RuntimeError) and any(words in text for words in _READS_MEMORY):
-            what = (
-                f"{name}: at {at}: got a read of the values of a tensor (.numpy() or its memory), wanted none, as "
-                "while a step is traced a tensor has a shape and no values; keep it in tensors, or do this before or "
-                "after the step"
-            )
-        elif "two devices, meta and" in text:
-            what = f"{name}: at {at}: {_NO_FORWARD_MODE} ({text})"
-        elif isinstance(e, kinds.Untransformable):
-            what = f"{name}: at {at}: {text}"
-        elif isinstance(e, RuntimeError) and any(words in text for words in _NOT_TRANSFORMED):
-            what = (
-                f"{name}: at {at}: got a transform of torch.func (grad, vjp, jvp, vmap) around a function whose "
-                "gradient is written by hand or taken inside (a compiled layer, attention, value_and_grad), wanted "
-                f"that function in plain torch, or torch.autograd.grad around it ({text.splitlines()[0]})"
-            )
-        elif isinstance(e, RuntimeError) and any(words in text for words in _NOT_TWICE):
-            what = (
-                f"{name}: at {at}: got a second gradient (create_graph=True) of a function that has a first one only "
-                "(ring attention, grouped products, torch's fused attention), wanted one that can be differentiated "
-                f"twice; write that function in plain torch there ({text.splitlines()[0]})"
-            )
-        elif not isinstance(e, _WRONG) or _raised_by_the_step(e):
-            raise
-        elif op:
-            of = f"; of the arguments {leaves}" if leaves else ""
-            what = f"{name}: {at}: {op}: {text.rstrip('.')}{of}; in a step tensors have the shapes of one rank's part"
-        else:
-            has = f"; the arguments have {_some(paths.values())}" if isinstance(e, KeyError) else ""
-            what = f"{name}: {at}: {type(e).__name__}: {text.rstrip('.')}{has}"
-        raise _refused(e, what) from None
-
-
-_LEAVES = "which are the arguments: "
-_WRONG = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)  # what torch and Python refuse with
-
-
-def _note(e: BaseException, begin: str) -> str:
-    """What the note of an error says that begins like this; "" without one."""
-    notes = (note for note in getattr(e, "__notes__", ()) if note.startswith(begin))
-    return next(notes, "").removeprefix(begin)
-
-
-def _raised_by_the_step(e: BaseException) -> bool:
-    """Whether a `raise` that is not torch's has made an error, or nothing inside of the step was running."""
-    frames = [*traceback.walk_tb(e.__traceback__)]
-    if not any(not frame.f_code.co_filename.startswith(_MACHINERY) for frame, _ in frames):
-        return True
-    code, last = frames[-1][0].f_code, e.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    assert last is not None, "a context hears of errors that were raised"
-    raises = dis.opname[code.co_code[last.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
-    return raises and not code.co_filename.startswith((_TORCH, _HERE + "tracing"))
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
-    return ", ".join(map(repr, shown[:12])) + more
-
-
-def _tell_failed(e: Exception, op: str, args, kwargs, paths: Mapping[int, str]) -> None:
-    """Note on an error the innermost op that it came from and the arguments that it was given."""
-    if _note(e, _FAILED):
-        return
-    e.add_note(f"{_FAILED}{op} got {_words(args, kwargs)}")
-    given = [x for x in tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
-    known = [paths[place] for x in given if (place := storage_of(x)) in paths]
-    if known:
-        e.add_note(f"{_LEAVES}{', '.join(map(repr, dict.fromkeys(known)))}")
-
-
-_FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
-_OF_FORWARD_MODE = "device='meta'"
-_NO_FORWARD_MODE = (
-    "got a gradient through torch.func's forward mode (jvp, jacfwd, hessian), or a tensor on the device meta, wanted "
-    "reverse mode there: torch fills in tangents of zero that it cannot trace; "
-    "torch.autograd.grad((gradient * v).sum(), x) is the same product"
-)
-_NOT_TRANSFORMED = ("setup_context", "inside of a function being transformed", "generate_vmap_rule", "jvp function")
-_NOT_TWICE = ("once_differentiable", "derivative for ")
-_READS_MEMORY = (".numpy() is not supported", "numpy() on Tensor that requires grad", "data pointer of Tensor")
-
-
-def _refused(e: BaseException, text: str) -> ValueError:
-    """The error to raise instead of e, with the user's part of the stack as a note; torch's part is 40 frames."""
-    error = ValueError(text)
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(_MACHINERY)]
-    if frames:
-        error.add_note("".join(["In the step (most recent call last):\n", *traceback.format_list(frames)]).rstrip())
-    return error
-
-
 # ---- lines -----------------------------------------------------------------------------------------------------------
 _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
 _AS_OF = "fmegatron_line"
@@ -341,16 +218,6 @@ _AS_OF = "fmegatron_line"
 def as_of(line: str) -> contextlib.AbstractContextManager:
     """What is traced inside has this line: of the user's code that asked for it, and what for."""
     return fx_traceback.annotate({_AS_OF: line})
-
-
-# What torch computes of one dtype only, and is recorded of fake tensors of several.
-_OF_ONE_DTYPE = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution")
-
-
-def _require_one_dtype(args) -> None:
-    found = {x.dtype for x in args if isinstance(x, torch.Tensor)}
-    if len(found) > 1:
-        raise RuntimeError(f"expected one dtype, got {' and '.join(sorted(map(str, found)))}; cast one: x.to(y.dtype)")
 
 
 class _Lines(TorchDispatchMode):
@@ -364,27 +231,29 @@ class _Lines(TorchDispatchMode):
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:
-            line = _line(_frames(sys._getframe(1)))
+            line = line_of(frames_of(sys._getframe(1)))
             fx_traceback.set_stack_trace([line] if line else [])
         if kinds.collective_of(func):
             for x in tree.leaves(args[0]):
                 forget_constant(x)
         try:
-            if opname(func) in _OF_ONE_DTYPE:
-                _require_one_dtype(args)
+            if opname(func) in OF_ONE_DTYPE:
+                require_one_dtype(args)
+            if (schema := schema_of(func)) is not None and schema.is_mutable:
+                require_one_device(func, args)
             return func(*args, **(kwargs or {}))
         except Exception as e:
-            _tell_failed(e, func.name().partition("::")[2], args, kwargs, self.paths)
+            tell_failed(e, func.name().partition("::")[2], args, kwargs, self.paths)
             raise
 
 
 class _Copies(TorchFunctionMode):
     """What Python's copy and pickle make of tensors while a step is traced; left alone, fakes of another trace. And
-    what torch refuses before an op runs. paths: as of `record`."""
+    what torch refuses before an op runs, and what is made on no device in particular. paths, made_here: of `record`."""
 
-    def __init__(self, paths: Mapping[int, str]):
+    def __init__(self, paths: Mapping[int, str], made_here: list[str]):
         super().__init__()
-        self.paths = paths
+        self.paths, self.made_here = paths, made_here
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__deepcopy__ and args[0].is_leaf:
@@ -397,64 +266,23 @@ class _Copies(TorchFunctionMode):
                 "none, as while a step is traced a tensor has no values; x.clone() copies one"
             )
         try:
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor) and made.dim() and _is_made_here(func, args, kwargs or {}):
+                self.made_here.append(line_here())
+            return made
         except Exception as e:
-            _tell_failed(e, getattr(func, "__name__", "an op").strip("_"), args, kwargs, self.paths)
+            tell_failed(e, getattr(func, "__name__", "an op").strip("_"), args, kwargs, self.paths)
             raise
 
 
-def _words(args, kwargs) -> str:
-    """ "f32[8, 4], f32[3, 4], 1": what an op was given."""
-    given = tree.leaves((args, kwargs or {}))
-    return ", ".join(
-        f"{dtypes.dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in given
-    )
-
-
-def _frames(frame) -> Iterator[tuple[str, int]]:
-    """(file, line) of a frame and of those that called it."""
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-
-
-def line_here() -> str:
-    """The line of the user's code that is running now, and behind it the library's: as on the nodes of a trace."""
-    return _line(_frames(sys._getframe(1)))
-
-
-def _line(frames: Iterable[tuple[str, int | None]]) -> str:
-    """Of frames, innermost first: the first outside of this package, and behind it the first of the package that is
-    neither torch's nor this machinery's: "exp.py:21 (in fmegatron/nn/norm.py:19)"; "" where there is neither."""
-    library = ""
-    for file, number in frames:
-        if file.startswith(_MACHINERY):
-            continue
-        if not file.startswith(_PACKAGE):
-            return f"{_file_line(file, number)}{library and f' (in {library})'}"
-        library = library or f"{file.removeprefix(_ROOT).replace(os.sep, '/')}:{number}"
-    return library
-
-
-def _file_line(path: str, line: int | None) -> str:
-    """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
-    folder, name = os.path.split(path)
-    return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
-
-
-def described(fn: Callable) -> str:
-    """ "loss_fn (file.py:12)": a function by its name and the line where it begins; what wraps it is looked through."""
-    while inner := getattr(fn, "func", None) or getattr(fn, "__wrapped__", None):
-        fn = inner
-    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return name if code is None else f"{name} ({_file_line(code.co_filename, code.co_firstlineno)})"
-
-
-def _raised_at(e: BaseException) -> str:
-    """The line of the user's code that an exception came from."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
-    return _line(reversed(frames)) or "?"
+def _is_made_here(func, args, kwargs) -> bool:
+    """Whether what a function of torch returns lies on a device that is none of its arguments'."""
+    if func in (torch.Tensor.cpu, torch.Tensor.cuda) or isinstance(kwargs.get("device"), str):
+        return True
+    if func is torch.Tensor.to:
+        return any(isinstance(x, str) for x in args)
+    given = isinstance(kwargs.get("device"), torch.device)
+    return not given and not any(isinstance(x, torch.Tensor) for x in tree.leaves((args, kwargs)))
 
 
 def _set_lines(graph_module) -> None:

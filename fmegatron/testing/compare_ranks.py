@@ -43,13 +43,19 @@ class Parity:
     search_failed: str = ""
 
     @property
+    def device(self) -> str:
+        """Why the step fails where its arguments are on another device than the CPU, with the line; "": it does not."""
+        return self.sharded.on_second_device
+
+    @property
     def ok(self) -> bool:
         """Whether all outputs of all steps agree."""
         return not self.differences
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.mesh} computes what one rank computes (largest relative error {self.worst[1]:.1e})"
+            text = f"{self.mesh} computes what one rank computes (largest relative error {self.worst[1]:.1e})"
+            return f"{text}; {self.device}" if self.device else text
         first, error = self.differences[0]
         lines = [
             f"on {self.mesh}, step {self.step}: {len(self.differences)} of {len(self.sharded.paths)} outputs differ "

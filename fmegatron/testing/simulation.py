@@ -11,7 +11,7 @@ of additions in sums over more than two ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import batch_rows, opaque, trace, tracing
+from fmegatron.step import batch_rows, opaque, second_device, trace, tracing
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.relate import numbers
 from fmegatron.testing.widen import wide_column, widened
@@ -192,8 +192,9 @@ class Simulation:
     """What the ranks computed in one call of a step.
 
     outputs: Ranks, each rank's result as the step returned it. layouts: flat list, one Layout per tensor leaf of the
-    result. traced: the one graph that all ranks ran; flat: the same with its layers inlined. `again` runs it on other
-    values.
+    result. traced: the one graph that all ranks ran; flat: the same with its layers inlined. on_second_device: why the
+    step fails where its arguments are on another device than the CPU, with the line, "" if it does not. `again` runs it
+    on other values.
     """
 
     mesh: Mesh
@@ -205,6 +206,7 @@ class Simulation:
     arg_layouts: tuple = field(repr=False)
     out_layouts: Any = field(repr=False, default=None)
     fp64: bool = False
+    on_second_device: str = ""
 
     @property
     def paths(self) -> list[str]:
@@ -255,7 +257,8 @@ class Simulation:
                 f"again: got local shapes {got}, wanted {want}, for which the step was traced; call simulate again"
             )
         how = (self.arg_layouts, self.out_layouts, self.fp64, self.layouts)
-        return _run(self.traced, self.flat, self.mesh, inputs, *how)
+        ran = _run(self.traced, self.flat, self.mesh, inputs, *how)
+        return replace(ran, on_second_device=self.on_second_device)
 
 
 def simulate(
@@ -310,9 +313,12 @@ def simulate(
     given = tuple(_known(arg[0], of, fp64) for arg, of in zip(ranks, layouts, strict=True))
     traced = trace(step, given, mesh=mesh)
     batch_rows.require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
+    fault = second_device.on_second_device(traced, step, given) if mesh.size > 1 else None
+    other = "" if fault is None else f"{fault[0]}: made without a device; on a second device {fault[1]}"
     traced = widened(traced) if fp64 else traced
     flat = opaque.inline_layers(traced.graph_module.graph)
-    return _run(traced, flat, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
+    ran = _run(traced, flat, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
+    return replace(ran, on_second_device=other)
 
 
 def _per_rank(args, layouts, mesh):

@@ -209,8 +209,16 @@ def test_a_microbatch_of_padding_has_no_imbalance():
 def test_a_mask_under_another_name_is_refused(name):
     of = model.llama(vocab_size=13, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=8, max_seq=8)
     tokens = torch.arange(8).view(2, 4)
-    batch = {"tokens": tokens, "labels": tokens, name: torch.ones(2, 4)}
+    batch, params = (
+        {"tokens": tokens, "labels": tokens, name: torch.ones(2, 4)},
+        tree.init(model.specs(of, Mesh()), 0, 0),
+    )
     with pytest.raises(
-        ValueError, match=rf"batch\['{name}'\]: got an entry that .* does not read, .* weighs .* 'mask'"
+        ValueError, match=rf"batch\['{name}'\]: got an entry for each token .* does not read, .* weighs .* 'mask'"
     ):
-        model.loss(tree.init(model.specs(of, Mesh()), 0, 0), batch, of)
+        model.loss(params, batch, of)
+    model.token_losses(params, batch, of)  # whose mean is the user's
+    del batch[name]
+    wanted = model.loss(params, batch, of)[0]["lm"]
+    given = model.loss(params, {**batch, "rewards": torch.ones(2)}, of)[0]["lm"]  # not for each token
+    assert torch.equal(given.total, wanted.total) and given.count == wanted.count

@@ -38,6 +38,7 @@ from fmegatron.step.checker.values import (
     value_of,
 )
 from fmegatron.step.graph.nodes import node_of, user_line
+from fmegatron.step.second_device import on_second_device
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree import checks, labels, structure
@@ -81,11 +82,20 @@ def check(
             "check: got no arrays, wanted those that the function is called with: check(step, state, batch)"
         )
     checks.require_mesh(layouts, flat[0].mesh, "check: the arguments", "the first of them")
-    traced = trace(fn, tree.map(_empty, layouts))
+    empty = tree.map(_empty, layouts)
+    traced = trace(fn, empty)
     kinds.require_mesh_of_graph(traced.graph_module.graph, flat[0].mesh, "check", "the arguments")
     require_rows(traced, flat, "check: the arguments")
     outputs = _wanted(traced, (0,))
-    return check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
+    report = check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
+    fault = on_second_device(traced, fn, empty)
+    if fault is None:
+        return report
+    at, what = fault
+    found = Finding(at, "device", "", f"made without a device; on a second device {what}", "give device=x.device")
+    if reason := (allow or {}).get(user_line(at)):
+        return replace(report, silenced=(*report.silenced, (found, reason)))
+    return replace(report, findings=(*report.findings, found))
 
 
 def _wanted(traced: Traced, kept: Collection[int]) -> list[Layout | Anyhow | None]:

@@ -1,0 +1,74 @@
+"""Lines of the user's code: found by files, not by counting frames, which differ between versions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from fmegatron import collectives, tree
+from fmegatron.nn import weight
+
+__all__ = ["MACHINERY", "TORCH", "described", "frames_of", "line_here", "line_of", "raised_at"]
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
+_ROOT = os.path.dirname(os.path.dirname(_PACKAGE)) + os.sep
+_COLLECTIVES = os.path.dirname(os.path.abspath(collectives.__file__)) + os.sep
+_TREE = os.path.dirname(os.path.abspath(tree.__file__)) + os.sep
+TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PRODUCTS = os.path.abspath(weight.__file__)  # who multiplies says more than how
+_CONTEXTS = os.path.abspath(contextlib.__file__)  # between a context and whoever opened it
+_COPY = os.path.abspath(copy.__file__)  # of Python, which users call
+MACHINERY = (TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, _COPY, "<")
+
+
+def frames_of(frame) -> Iterator[tuple[str, int]]:
+    """(file, line) of a frame and of those that called it."""
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def line_here() -> str:
+    """The line of the user's code that is running now, and behind it the library's: as on the nodes of a trace."""
+    return line_of(frames_of(sys._getframe(1)))
+
+
+def line_of(frames: Iterable[tuple[str, int | None]]) -> str:
+    """Of frames, innermost first: the first outside of this package, and behind it the first of the package that is
+    neither torch's nor this machinery's: "exp.py:21 (in fmegatron/nn/norm.py:19)"; "" where there is neither."""
+    library = ""
+    for file, number in frames:
+        if file.startswith(MACHINERY):
+            continue
+        if not file.startswith(_PACKAGE):
+            return f"{_file_line(file, number)}{library and f' (in {library})'}"
+        library = library or f"{file.removeprefix(_ROOT).replace(os.sep, '/')}:{number}"
+    return library
+
+
+def _file_line(path: str, line: int | None) -> str:
+    """ "file.py:12"; "cell:12" for a cell of a notebook, which ipykernel names after its process and a hash."""
+    folder, name = os.path.split(path)
+    return f"{'cell' if os.path.basename(folder).startswith('ipykernel_') else name}:{line}"
+
+
+def described(fn: Callable) -> str:
+    """ "loss_fn (file.py:12)": a function by its name and the line where it begins; what wraps it is looked through."""
+    while inner := getattr(fn, "func", None) or getattr(fn, "__wrapped__", None):
+        fn = inner
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return name if code is None else f"{name} ({_file_line(code.co_filename, code.co_firstlineno)})"
+
+
+def raised_at(e: BaseException) -> str:
+    """The line of the user's code that an exception came from."""
+    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
+    return line_of(reversed(frames)) or "?"

@@ -1,0 +1,183 @@
+"""What torch and Python refuse while a step is traced, in words: the user's line, the leaves that met, the fix."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import os
+import traceback
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import kinds
+from fmegatron.layout import dtypes
+from fmegatron.step.graph.nodes import storage_of
+from fmegatron.step.lines import MACHINERY, TORCH, raised_at
+from fmegatron.step.torch_private import DataDependentOutputException, DynamicOutputShapeException
+
+__all__ = ["OF_ONE_DTYPE", "explained", "require_one_device", "require_one_dtype", "tell_failed"]
+
+
+@contextlib.contextmanager
+def explained(name: str, paths: Mapping[int, str]):
+    """What torch and Python refuse in a step, as a ValueError that names the line, the leaves and the fix. What the
+    step itself raises stays as it is."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        raise _refused(
+            e,
+            f"{name}: at {raised_at(e)}: got a read of the value of a tensor ({e}), wanted a graph that does not "
+            "depend on data; keep it in tensors (torch.where instead of if, no .item(), no nonzero or boolean index)",
+        ) from None
+    except AssertionError as e:
+        if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
+            raise
+        if "device='meta'" in str(e) and _in_forward_mode(e):
+            raise _refused(e, f"{name}: at {raised_at(e)}: {_NO_FORWARD_MODE} ({e})") from None
+        raise _refused(
+            e,
+            f"{name}: at {raised_at(e)}: got a tensor from a closure or a global, wanted tensors among its arguments; "
+            "pass it as an argument, or make it inside the function from Python numbers; of a module, pass all "
+            f"parameters and buffers: torch.func.functional_call(module, {{**params, **buffers}}, args) ({e})",
+        ) from None
+    except Exception as e:
+        at, text = raised_at(e), str(e)
+        op, leaves = _note(e, _FAILED), _note(e, _LEAVES)
+        if "leaf Variable that requires grad" in text:
+            what = (
+                f"{name}: at {at}: got an argument that is changed in place, wanted it unchanged, as a step is pure; "
+                "return the new value instead"
+            )
+        elif isinstance(e, RuntimeError) and any(words in text for words in _READS_MEMORY):
+            what = (
+                f"{name}: at {at}: got a read of the values of a tensor (.numpy() or its memory), wanted none, as "
+                "while a step is traced a tensor has a shape and no values; keep it in tensors, or do this before or "
+                "after the step"
+            )
+        elif "two devices, meta and" in text and _in_forward_mode(e):
+            what = f"{name}: at {at}: {_NO_FORWARD_MODE} ({text})"
+        elif isinstance(e, kinds.Untransformable):
+            what = f"{name}: at {at}: {text}"
+        elif isinstance(e, RuntimeError) and any(words in text for words in _NOT_TRANSFORMED):
+            what = (
+                f"{name}: at {at}: got a transform of torch.func (grad, vjp, jvp, vmap) around a function whose "
+                "gradient is written by hand or taken inside (a compiled layer, attention, value_and_grad), wanted "
+                f"that function in plain torch, or torch.autograd.grad around it ({text.splitlines()[0]})"
+            )
+        elif isinstance(e, RuntimeError) and any(words in text for words in _NOT_TWICE):
+            what = (
+                f"{name}: at {at}: got a second gradient (create_graph=True) of a function that has a first one only "
+                "(ring attention, grouped products, torch's fused attention), wanted one that can be differentiated "
+                f"twice; write that function in plain torch there ({text.splitlines()[0]})"
+            )
+        elif _TWO_DEVICES in text:
+            met = text.rstrip(".!").partition("found ")[2]
+            what = (
+                f"{name}: at {at}: got tensors of {met}, wanted one device: what a step makes lies where its arguments "
+                "do; give device=x.device, of an argument x"
+            )
+        elif not isinstance(e, _WRONG) or _raised_by_the_step(e):
+            raise
+        elif op:
+            of = f"; of the arguments {leaves}" if leaves else ""
+            what = f"{name}: {at}: {op}: {text.rstrip('.')}{of}; in a step tensors have the shapes of one rank's part"
+        else:
+            has = f"; the arguments have {_some(paths.values())}" if isinstance(e, KeyError) else ""
+            what = f"{name}: {at}: {type(e).__name__}: {text.rstrip('.')}{has}"
+        raise _refused(e, what) from None
+
+
+_TWO_DEVICES = "found at least two devices"
+_NO_FORWARD_MODE = (
+    "got a gradient through torch.func's forward mode (jvp, jacfwd, hessian), wanted reverse mode there: torch fills "
+    "in tangents of zero on the device meta, which it cannot trace; torch.autograd.grad((gradient * v).sum(), x) is the "
+    "same product"
+)
+_NOT_TRANSFORMED = ("setup_context", "inside of a function being transformed", "generate_vmap_rule", "jvp function")
+_NOT_TWICE = ("once_differentiable", "derivative for ")
+_LEAVES = "which are the arguments: "
+_WRONG = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)  # what torch and Python refuse with
+
+
+def _note(e: BaseException, begin: str) -> str:
+    """What the note of an error says that begins like this; "" without one."""
+    notes = (note for note in getattr(e, "__notes__", ()) if note.startswith(begin))
+    return next(notes, "").removeprefix(begin)
+
+
+def _in_forward_mode(e: BaseException) -> bool:
+    """Whether an error comes from within a forward mode of torch.func."""
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(e.__traceback__))
+    return any(code.co_filename.startswith(TORCH) and "jvp" in code.co_name for code in frames)
+
+
+def _raised_by_the_step(e: BaseException) -> bool:
+    """Whether a `raise` that is not torch's has made an error, or nothing inside of the step was running."""
+    frames = [*traceback.walk_tb(e.__traceback__)]
+    if not any(not frame.f_code.co_filename.startswith(MACHINERY) for frame, _ in frames):
+        return True
+    code, last = frames[-1][0].f_code, e.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    assert last is not None, "a context hears of errors that were raised"
+    raises = dis.opname[code.co_code[last.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    return raises and not code.co_filename.startswith((TORCH, os.path.abspath(__file__)))
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
+    return ", ".join(map(repr, shown[:12])) + more
+
+
+def tell_failed(e: Exception, op: str, args, kwargs, paths: Mapping[int, str]) -> None:
+    """Note on an error the innermost op that it came from and the arguments that it was given."""
+    if _note(e, _FAILED):
+        return
+    e.add_note(f"{_FAILED}{op} got {_words(args, kwargs)}")
+    given = [x for x in tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
+    known = [paths[place] for x in given if (place := storage_of(x)) in paths]
+    if known:
+        e.add_note(f"{_LEAVES}{', '.join(map(repr, dict.fromkeys(known)))}")
+
+
+_FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
+_READS_MEMORY = (".numpy() is not supported", "numpy() on Tensor that requires grad", "data pointer of Tensor")
+
+
+def _refused(e: BaseException, text: str) -> ValueError:
+    """The error to raise instead of e, with the user's part of the stack as a note; torch's part is 40 frames."""
+    error = ValueError(text)
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(MACHINERY)]
+    if frames:
+        error.add_note("".join(["In the step (most recent call last):\n", *traceback.format_list(frames)]).rstrip())
+    return error
+
+
+# What torch computes of one dtype only, and is recorded of fake tensors of several.
+OF_ONE_DTYPE = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "convolution")
+
+
+def require_one_dtype(args) -> None:
+    found = {x.dtype for x in args if isinstance(x, torch.Tensor)}
+    if len(found) > 1:
+        raise RuntimeError(f"expected one dtype, got {' and '.join(sorted(map(str, found)))}; cast one: x.to(y.dtype)")
+
+
+def require_one_device(op, args) -> None:
+    """RuntimeError for an element by element op in place of tensors on two devices, which fake tensors let pass."""
+    if torch.Tag.pointwise in op.tags and op is not torch.ops.aten.copy_.default:
+        devices = {str(x.device) for x in args if isinstance(x, torch.Tensor) and x.dim()}
+        if len(devices) > 1:
+            raise RuntimeError(f"{_TWO_DEVICES}, {' and '.join(sorted(devices))}!")
+
+
+def _words(args, kwargs) -> str:
+    """ "f32[8, 4], f32[3, 4], 1": what an op was given."""
+    given = tree.leaves((args, kwargs or {}))
+    return ", ".join(
+        f"{dtypes.dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in given
+    )

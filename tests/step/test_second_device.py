@@ -1,0 +1,107 @@
+"""What is right on the CPU and dies on the first CUDA tensor is found by check and simulated ranks, with its line."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fmegatron import step, tree
+from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.step import tracing
+from fmegatron.testing import parity, simulate
+from tests.step.tiny import line_of
+
+MESH = Mesh(dp=2)
+STATE = {"w": Layout((8, 4), torch.float32, MESH, (None, None))}
+ROWS = {"x": DataParallel().batch_layout((16, 8), torch.float32, MESH)}
+
+
+PER_ROW = Layout((16,), torch.float32, MESH, ("dp",))
+
+
+def own_labels(p, b):
+    own = torch.arange(len(b["x"])) % 4  # HERE own_labels
+    return F.cross_entropy(b["x"] @ p["w"], own, reduction="none")
+
+
+def mask(p, b):
+    return (b["x"] @ p["w"]).sum(1) * torch.ones(len(b["x"]))  # HERE mask
+
+
+def constant(p, b):
+    return (b["x"] @ p["w"] * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum(1)  # HERE constant
+
+
+def by_name(p, b):
+    return (b["x"] @ p["w"] + torch.zeros(4, device="cpu")).sum(1)  # HERE by_name
+
+
+def moved_by_name(p, b):
+    return (b["x"].cpu() @ p["w"] + b["x"][:, :4]).sum(1)  # HERE moved_by_name
+
+
+def in_place(p, b):
+    out = torch.zeros(8, 4)  # HERE in_place
+    out += b["x"] @ p["w"]
+    return out.sum(1)
+
+
+def joined(p, b):
+    return torch.cat([b["x"] @ p["w"], torch.zeros(8, 1)], 1).sum(1)  # HERE joined
+
+
+WRONG = [own_labels, mask, constant, by_name, moved_by_name, in_place, joined]
+
+
+def of_an_argument(p, b):
+    own = torch.arange(len(b["x"]), device=b["x"].device) % 4
+    return F.cross_entropy(b["x"] @ p["w"], own, reduction="none")
+
+
+def moved(p, b):
+    return (b["x"] @ p["w"] + torch.ones(4).to(b["x"].device)).sum(1)
+
+
+def an_index(p, b):
+    return (b["x"] @ p["w"])[torch.arange(3)].sum(1)
+
+
+def without_dims(p, b):
+    return (b["x"] @ p["w"] * torch.tensor(2.0)).sum(1)
+
+
+def like(p, b):
+    return (b["x"] @ p["w"] + b["x"].new_ones(4) + torch.zeros_like(b["x"][0, :4])).sum(1)
+
+
+RIGHT = [of_an_argument, moved, an_index, without_dims, like]
+name = lambda f: f.__name__  # noqa: E731
+
+
+@pytest.mark.parametrize("f", WRONG, ids=name)
+def test_wrong_steps_are_found(f):
+    report = step.check(f, STATE, ROWS)
+    assert not report.ok
+    assert any(line_of(__file__, f.__name__) == one.at and "device" in one.fix for one in report.findings), report
+    silenced = step.check(f, STATE, ROWS, allow={line_of(__file__, f.__name__): "never leaves the CPU"})
+    assert not any("device" in one.fix for one in silenced.findings)
+
+
+@pytest.mark.parametrize("f", RIGHT, ids=name)
+def test_right_steps_pass(f):
+    assert not any("device" in one.fix for one in step.check(f, STATE, ROWS).findings)
+
+
+def test_simulated_ranks_say_it():
+    values = {"w": torch.ones(8, 4)}, {"x": torch.ones(16, 8)}
+    found = parity(lambda mesh: mask, MESH, *values, layouts=(STATE, ROWS), out_layouts=PER_ROW)
+    assert re.search(rf"{line_of(__file__, 'mask')}: made without a device", str(found))
+    right = simulate(of_an_argument, MESH, *values, layouts=(STATE, ROWS))
+    assert right.on_second_device == ""
+
+
+def test_a_step_that_makes_nothing_is_traced_once(monkeypatch):
+    args = tree.map(lambda of: torch.empty(of.local_shape(0)), (STATE, ROWS))
+    assert tracing.trace(of_an_argument, args).made_here == []
+    assert tracing.trace(mask, args).made_here == [line_of(__file__, "mask")]
