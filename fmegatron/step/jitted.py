@@ -19,6 +19,7 @@ from fmegatron.collectives import World
 from fmegatron.collectives.known_ranks import recorded_mesh
 from fmegatron.layout import layout
 from fmegatron.step.agreement import communicates, require_same_graph, require_same_replicas
+from fmegatron.step.ambient import Ambient, ambient, changes, compiled_without_autocast, without_autocast
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.compile import usable_backend
 from fmegatron.step.donation import Donation, Leaf, require_own_memory
@@ -44,6 +45,7 @@ class Compiled:
     """
 
     def __init__(self, fn, args, donate, target: Target, check=None):
+        self.ambient = ambient()
         self.traced: Traced = trace(fn, args, mesh=None if target.world is None else target.world.mesh)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         checked = check is not None or target.world is None or target.world.size == 1
@@ -70,7 +72,8 @@ class Compiled:
 
     def compile(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Compile the layers inside, then the graph around them. tell: hears what is being compiled."""
-        self.run = self.program.compile(tell)
+        with without_autocast(self.ambient):  # its casts are in the graph
+            self.run = compiled_without_autocast(self.program.compile(tell), self.ambient)
         if self.donation is not None:
             self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
 
@@ -148,6 +151,7 @@ class Again(NamedTuple):
     compiled: Compiled
     spec: optree.PyTreeSpec
     signature: list
+    ambient: Ambient
 
 
 class Jitted:
@@ -157,7 +161,8 @@ class Jitted:
         self.allow, self.fn, self.donate, self.target = allow, fn, donate, target
         self.world, self.cache, self.checks = target.world, {}, check
         self._several = self.world is not None and self.world.size > 1
-        self._last: tuple[list, Any, Compiled] | None = None  # signature, structure, what is compiled for it
+        # Signature, structure, what is compiled for it.
+        self._last: tuple[list, Any, Compiled] | None = None
         self._agreed = False  # whether something that communicates is compiled: then ranks are asked in each call
         self._asked: Callable[[], bool] | None = None
         self._again: Again | None = None  # of the last call, if it took a State that the next one may take whole
@@ -177,26 +182,28 @@ class Jitted:
                 f"jit of {described(self.fn)}: got {', '.join(named)} by name, wanted all arguments by position, which "
                 "is how donate and layouts name them"
             )
-        again, tracing = self._again, is_tracing()
+        again, tracing, settings = self._again, is_tracing(), ambient()
         if again is not None and args and type(args[0]) is State and not tracing:
             made = args[0].untouched(again.compiled.whole)
             if made is not None:
                 rest, spec = optree.tree_flatten(cast("Any", args[1:]))
-                if spec == again.spec and signature_of(rest, self._several) == again.signature:
+                same = spec == again.spec and settings == again.ambient
+                if same and signature_of(rest, self._several) == again.signature:
                     self._ask(again.compiled.number)
                     return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
         if tracing:
-            return self._call_inside(args, leaves, (spec, tuple(signature_of(leaves, labels=True)), recorded_mesh()))
+            key = (spec, tuple(signature_of(leaves, labels=True)), settings, recorded_mesh())
+            return self._call_inside(args, leaves, key)
         signature = signature_of(leaves, self._several)
         # Compared with the last one before it is hashed, because this runs at every step for every leaf.
         last = self._last
-        if last is None or signature != last[0] or spec != last[1]:
-            key = (spec, tuple(signature))
+        if last is None or signature != last[0] or spec != last[1] or settings != last[2].ambient:
+            key = (spec, tuple(signature), settings)
             known = _known(key, self.cache, args)
-            self._ask(self.cache[key].number if known else 0, (spec, signature))
+            self._ask(self.cache[key].number if known else 0, (spec, signature, settings))
             if not known:
-                self._tell_second(spec, signature)
+                self._tell_second(spec, signature, settings)
                 self.cache[key] = self._build(args, leaves)
             last = self._last = (signature, spec, self.cache[key])
         else:
@@ -204,7 +211,7 @@ class Jitted:
         compiled, self._again = last[2], None
         if compiled.whole is not None:
             others = optree.tree_structure(cast("Any", args[1:]))
-            self._again = Again(compiled, others, last[0][compiled.whole.state.num_leaves :])
+            self._again = Again(compiled, others, last[0][compiled.whole.state.num_leaves :], compiled.ambient)
         # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
         return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
 
@@ -225,7 +232,7 @@ class Jitted:
         assert self.world is not None and self._last is not None, "ranks called it before"
         changed = "what it is called with has not changed on this rank"
         if new is not None:
-            changed = f"on this rank {differences((self._last[1], self._last[0]), new)}"
+            changed = f"on this rank {self._changed(*new)}"
         return ValueError(
             f"jit of {described(self.fn)}, called at {line_here()}: rank {self.world.rank}: got arguments "
             f"{where} whose signature differs from that on other ranks: {changed}; wanted all ranks to change "
@@ -233,11 +240,19 @@ class Jitted:
             "and pad the last batch"
         )
 
-    def _tell_second(self, spec, signature) -> None:
+    def _changed(self, spec, signature, settings: Ambient) -> str:
+        """What differs from the last call."""
+        assert self._last is not None, "it was called before"
+        said = changes(self._last[2].ambient, settings)
+        if signature != self._last[0] or spec != self._last[1]:
+            said.insert(0, differences((self._last[1], self._last[0]), (spec, signature)))
+        return "; ".join(said)
+
+    def _tell_second(self, spec, signature, settings: Ambient) -> None:
         """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
         last = self._last
         if last is not None and len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
-            changed = differences((last[1], last[0]), (spec, signature))
+            changed = self._changed(spec, signature, settings)
             warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
 
     def _build(self, args, leaves) -> Compiled:

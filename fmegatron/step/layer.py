@@ -19,6 +19,7 @@ from fmegatron.collectives import Axes, Precision
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
 from fmegatron.nn.first_gradient import first_only
+from fmegatron.step.ambient import ambient
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
@@ -164,7 +165,7 @@ class CompiledLayer:
         _require_tensors(self.fn, x, shards, (rest, named))
         weights, trained = self._weights(x, shards)
         inputs = (x, weights, rest, named)
-        key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained)
+        key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained, ambient())
         if key not in self.halves:
             with outside_of_tracing():
                 with joint_graph(inputs, f"layer {described(self.fn)}", trained) as call:
