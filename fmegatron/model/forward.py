@@ -260,8 +260,8 @@ def _require_known(batch: Mapping[str, Tensor]) -> None:
     for name in sorted(map(str, batch.keys() - _ENTRIES)):
         if isinstance(batch[name], Tensor) and batch[name].shape == batch["tokens"].shape:
             raise ValueError(
-                f"batch[{name!r}]: got an entry for each token that the loss of a decoder does not read, wanted some of "
-                f"{', '.join(sorted(_ENTRIES))}; call what weighs tokens 'mask', what is no token 'padding' (bool), and "
+                f"batch[{name!r}]: got an entry for each token that a decoder's loss does not read, wanted some of "
+                f"{', '.join(sorted(_ENTRIES))}; call what weighs tokens 'mask', what is none 'padding' (bool), and "
                 "give what is for something else to that alone (`token_losses` takes any)"
             )
 

@@ -16,15 +16,18 @@ import torch
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Precision
+from fmegatron.collectives.known_ranks import recorded_reads
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
 from fmegatron.nn.first_gradient import first_only
+from fmegatron.step.ambient import ambient
 from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.tracing import described
+from fmegatron.step.watched import Watched, entered
 from fmegatron.tree import structure
 
 __all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
@@ -140,6 +143,7 @@ class _Halves:
     spec: Any
     forward: Entry
     backward: Entry
+    read: Watched
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,13 +168,17 @@ class CompiledLayer:
         _require_tensors(self.fn, x, shards, (rest, named))
         weights, trained = self._weights(x, shards)
         inputs = (x, weights, rest, named)
-        key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained)
-        if key not in self.halves:
-            with outside_of_tracing():
-                with joint_graph(inputs, f"layer {described(self.fn)}", trained) as call:
+        key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained, ambient())
+        around, known = recorded_reads(), self.halves.get(key)
+        if known is None or known.read.changed() is not None:
+            with entered() as found, outside_of_tracing():
+                with joint_graph(inputs, f"layer {described(self.fn)}", trained, found) as call:
                     given, of, others, by_name = call.given
                     call.result = self.fn(given, of, *others, **by_name)
-                self.halves[key] = _cut(call.joint, self.save, self.name)
+            read = Watched(self.fn, found, self.name, None if known is None else known.read)
+            self.halves[key] = _cut(call.joint, self.save, self.name, read)
+        elif around is not None:
+            around.codes.update(known.read.codes)
         specs = tuple(structure.flatten(given)[2] for given in (shards, (rest, named)))
         pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
         return structure.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
@@ -253,11 +261,11 @@ def _require_tensors(fn: Callable, x: Any, shards: Any, rest: Any) -> None:
             )
 
 
-def _cut(joint: Any, save: Policy, name: str) -> _Halves:
+def _cut(joint: Any, save: Policy, name: str, read: Watched) -> _Halves:
     parts = partition(joint, save)
     forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
     backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
-    return _Halves(parts, joint.spec, forward, backward)
+    return _Halves(parts, joint.spec, forward, backward, read)
 
 
 class _Layer(torch.autograd.Function):

@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -55,6 +56,7 @@ except ImportError:  # lines of backward nodes are lost without it, nothing else
     setup_stacktrace_preservation_hooks = None
 
 __all__ = [
+    "SETTINGS",
     "UNSAFE_VIEW",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -439,3 +441,45 @@ def inductor_default_folder() -> str:
 def forget_compiled() -> None:
     """Empty Inductor's caches in memory, which know files of the folder by name."""
     importlib.import_module("torch._inductor.utils").clear_caches()
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+def _autocast_on(kind: str):
+    return lambda: torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _precision_of(backend: str, op: str):
+    get = torch._C._get_fp32_precision_getter
+    return lambda: "ieee" if (found := get(backend, op)) == "none" else found
+
+
+def _device():
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None  # it is a mode
+
+
+# What to read in every call, of what changes the numbers of a function: without Python functions around where there is
+# a choice.
+SETTINGS = MappingProxyType(
+    {
+        "autocast on cpu": _autocast_on("cpu"),
+        "autocast on cuda": _autocast_on("cuda"),
+        "default dtype": torch.get_default_dtype,
+        "default device": _device,
+        "deterministic algorithms": torch._C._get_deterministic_algorithms,
+        "deterministic algorithms that only warn": torch._C._get_deterministic_algorithms_warn_only,
+        "filling of empty memory": torch._C._get_deterministic_fill_uninitialized_memory,
+        **{
+            f"fp32 precision of {backend} {op}": _precision_of(backend, op)
+            for backend, op in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul"), ("mkldnn", "conv"))
+        },
+        "reduced precision of bf16 sums on cuda": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        "reduced precision of fp16 sums on cuda": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        "cudnn": torch._C._get_cudnn_enabled,
+        "deterministic cudnn": torch._C._get_cudnn_deterministic,
+        "mkldnn": torch._C._get_mkldnn_enabled,
+        "flash attention": torch._C._get_flash_sdp_enabled,
+        "attention that saves memory": torch._C._get_mem_efficient_sdp_enabled,
+        "plain attention": torch._C._get_math_sdp_enabled,
+        "attention by cudnn": torch._C._get_cudnn_sdp_enabled,
+    }
+)
