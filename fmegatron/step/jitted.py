@@ -186,7 +186,11 @@ class Jitted:
 
     @property
     def last(self) -> Any:
-        """None before the first call, and where several arguments are donated."""
+        """The newest living value of the donated argument, also behind an interrupt: what the last call returned for it,
+        or, where it did not end, what it was given. None before the first call, and where several are donated.
+
+        It is kept until the next call; `jitted.last = None` lets it go.
+        """
         return None if self._newest is None else self._newest.value
 
     @last.setter
