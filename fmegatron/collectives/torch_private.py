@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast, overload
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d, _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _distributed_c10d, _functorch  # pyright: ignore[reportAttributeAccessIssue]  has no stub
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

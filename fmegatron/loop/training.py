@@ -167,12 +167,12 @@ class _Reached:
 
 
 def _bring_up(info: StepInfo, reached: _Reached) -> None:
-    """Behind an interrupt: the info that the caller has says which state is alive, and how many updates it has seen.
+    """Behind an interrupt: the info that the caller has gets the state that is alive, and the number of its updates.
 
     An update that was interrupted has been made, in the memory of the state that the caller has (`step.donation`)."""
     step, state = reached.step, reached.state
     if isinstance(state, State):
-        with contextlib.suppress(ValueError):  # lost, which it says itself
+        with contextlib.suppress(ValueError):  # lost: a read of it reports that
             step += int(state.step) == step + 1
     object.__setattr__(info, "step", step)
     object.__setattr__(info, "state", state)

@@ -14,17 +14,19 @@ from torch import Tensor
 __all__ = ["first_only"]
 
 
-def first_only(name: str, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def first_only(name: str, grads: Sequence[Tensor | None], *used: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients that a backward returns; where autograd records it (create_graph=True), a gradient of them is a
-    ValueError that names the function."""
-    return _First.apply(name, torch.zeros((), requires_grad=True), *grads) if torch.is_grad_enabled() else tuple(grads)
+    ValueError that names the function. used: what they were made of, where that was not recorded."""
+    if not torch.is_grad_enabled():
+        return tuple(grads)
+    return _First.apply(name, len(grads), torch.zeros((), requires_grad=True), *grads, *used)
 
 
 class _First(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, name, _, *grads):
+    def forward(ctx, name, n, _, *grads):
         ctx.name = name
-        return tuple(None if g is None else g.view_as(g) for g in grads)
+        return tuple(None if g is None else g.view_as(g) for g in grads[:n])
 
     @staticmethod
     def backward(ctx, *_):

@@ -49,9 +49,10 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx, g):
         x, w, ends = ctx.saved_tensors
         # That of the weights first: x is free then when what follows from dx is made. Inductor would make it last.
-        dw = _product(x.t(), g, ends) if ctx.needs_input_grad[1] else None
-        dx = _rows_of_groups(g, w.transpose(1, 2), ends, dw) if ctx.needs_input_grad[0] else None
-        return *first_only("grouped_matmul", (dx, dw)), None
+        with torch.no_grad():  # the products write into memory that is made for them
+            dw = _product(x.t(), g, ends) if ctx.needs_input_grad[1] else None
+            dx = _rows_of_groups(g, w.transpose(1, 2), ends, dw) if ctx.needs_input_grad[0] else None
+        return *first_only("grouped_matmul", (dx, dw), x, w, g), None
 
 
 def _rows_of_groups(x, w, ends, after=None):

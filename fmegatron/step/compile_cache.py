@@ -1,4 +1,4 @@
-"""Inductor's cache on disk: what is written to it is whole or not there, and an entry that is broken is made again.
+"""Inductor's cache on disk: what is written to it is complete or not there, and a broken entry is made again.
 
 Inductor takes a library for done that is there, and a compiler writes it where it belongs, byte by byte: a process that
 is killed meanwhile leaves one that no later start can load.

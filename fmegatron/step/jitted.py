@@ -16,7 +16,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import World
-from fmegatron.collectives.known_ranks import recorded_mesh, recorded_reads
+from fmegatron.collectives.known_ranks import recorded_mesh
 from fmegatron.layout import layout
 from fmegatron.step.agreement import communicates, require_same_graph, require_same_replicas
 from fmegatron.step.ambient import Ambient, ambient, changes, compiled_without_autocast, without_autocast
@@ -31,7 +31,6 @@ from fmegatron.step.signature import differences, require_constants, signature_o
 from fmegatron.step.state import State, Unseen
 from fmegatron.step.torch_private import is_tracing, outside_of_tracing, storage_number
 from fmegatron.step.tracing import Traced, described, line_here, own_results, trace
-from fmegatron.step.watched import Watched, drawn_since, entered, generators
 from fmegatron.step.write_back import donated_leaves
 from fmegatron.tree import labels, structure
 
@@ -45,17 +44,9 @@ class Compiled:
     stages: name -> graph module, in order "trace", "lower", "overlap", "stream", "donate", "exchange".
     """
 
-    def __init__(
-        self, fn, args, donate, target: Target, check=None, newest: Newest | None = None, known: Compiled | None = None
-    ):
+    def __init__(self, fn, args, donate, target: Target, check=None, newest: Newest | None = None):
         self.ambient = ambient()
-        drawn = generators()
-        with entered() as found:
-            mesh = None if target.world is None else target.world.mesh
-            self.traced: Traced = trace(fn, args, mesh=mesh, reads=found)
-        self.read = Watched(fn, found, _name(fn), None if known is None else known.read)
-        if target.world is None or target.world.rank == 0:
-            self.read.tell(drawn_since(drawn), stacklevel=5)
+        self.traced: Traced = trace(fn, args, mesh=None if target.world is None else target.world.mesh)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         checked = check is not None or target.world is None or target.world.size == 1
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
@@ -186,8 +177,8 @@ class Jitted:
 
     @property
     def last(self) -> Any:
-        """The newest living value of the donated argument, also behind an interrupt: what the last call returned for it,
-        or, where it did not end, what it was given. None before the first call, and where several are donated.
+        """The newest living value of the donated argument, also behind an interrupt: what the last call returned for
+        it, or, where it did not end, what it was given. None before the first call, and where several are donated.
 
         It is kept until the next call; `jitted.last = None` lets it go.
         """
@@ -218,8 +209,7 @@ class Jitted:
             if made is not None:
                 rest, spec = optree.tree_flatten(cast("Any", args[1:]))
                 same = spec == again.spec and settings == again.ambient
-                same = same and signature_of(rest, self._several) == again.signature
-                if same and again.compiled.read.changed() is None:
+                if same and signature_of(rest, self._several) == again.signature:
                     self._ask(again.compiled.number)
                     return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
@@ -231,21 +221,14 @@ class Jitted:
         last = self._last
         if last is None or signature != last[0] or spec != last[1] or settings != last[2].ambient:
             key = (spec, tuple(signature), settings)
-            compiled = self.cache[key] if _known(key, self.cache, args) else None
+            known = _known(key, self.cache, args)
+            self._ask(self.cache[key].number if known else 0, (spec, signature, settings))
+            if not known:
+                self._tell_second(spec, signature, settings)
+                self.cache[key] = self._build(args, leaves)
+            last = self._last = (signature, spec, self.cache[key])
         else:
-            compiled = last[2]
-        changed = None if compiled is None else compiled.read.changed()
-        if compiled is None or changed is not None:
-            key = (spec, tuple(signature), settings)
-            self._ask(0, changed or self._changed(*key))
-            self._tell_again(changed, key)
-            compiled = self.cache[key] = self._build(args, leaves, compiled)
-        else:
-            self._ask(
-                compiled.number, "" if last is None or compiled is last[2] else self._changed(spec, signature, settings)
-            )
-        if last is None or compiled is not last[2]:
-            last = self._last = (signature, spec, compiled)
+            self._ask(last[2].number)
         compiled, self._again = last[2], None
         if compiled.whole is not None:
             others = optree.tree_structure(cast("Any", args[1:]))
@@ -253,22 +236,24 @@ class Jitted:
         # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
         return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
 
-    def _ask(self, number: int | None, new: str = "") -> None:
+    def _ask(self, number: int | None, new: tuple | None = None) -> None:
         """Ask all ranks whether they run the same compiled signature in this call, and hear what they said of the last
-        one. new: what differs on this rank from its last call, which it says if others have another; it waits for them.
-        ValueError where they have another; they are told in their next call, if they come to it.
+        one. new: structure and signature, of which this rank knows no compiled one or another than in its last call; it
+        waits for the others. ValueError where they have another; they are told in their next call, if they come to it.
         """
         if self.world is None or not self._agreed:
             return
         before, self._asked = self._asked, self.world.same_later(1 if number is None else number)
         if before is not None and not before():
-            raise self._disagreement("in the call before this one", "")
-        if new and not self._asked():
+            raise self._disagreement("in the call before this one", None)
+        if new is not None and not self._asked():
             raise self._disagreement("here", new)
 
-    def _disagreement(self, where: str, new: str) -> ValueError:
+    def _disagreement(self, where: str, new: tuple | None) -> ValueError:
         assert self.world is not None and self._last is not None, "ranks called it before"
-        changed = f"on this rank {new}" if new else "what it is called with has not changed on this rank"
+        changed = "what it is called with has not changed on this rank"
+        if new is not None:
+            changed = f"on this rank {self._changed(*new)}"
         return ValueError(
             f"jit of {described(self.fn)}, called at {line_here()}: rank {self.world.rank}: got arguments "
             f"{where} whose signature differs from that on other ranks: {changed}; wanted all ranks to change "
@@ -278,31 +263,27 @@ class Jitted:
 
     def _changed(self, spec, signature, settings: Ambient) -> str:
         """What differs from the last call."""
-        if self._last is None:
-            return "all is new"
+        assert self._last is not None, "it was called before"
         said = changes(self._last[2].ambient, settings)
         if signature != self._last[0] or spec != self._last[1]:
             said.insert(0, differences((self._last[1], self._last[0]), (spec, signature)))
         return "; ".join(said)
 
-    def _tell_again(self, changed: str | None, key: tuple) -> None:
-        """A second graph is compiled, and why: because of the user's code, each time, or once of a signature, which may
-        be wanted (another batch size) or not (a number)."""
-        if self.world is not None and self.world.rank > 0:
-            return
-        if changed is not None:
-            warnings.warn(f"{self.name} is compiled again, as its code has changed: {changed}", stacklevel=3)
-        elif self._last is not None and len(self.cache) == 1:
-            warnings.warn(f"{self.name} is compiled again (reported once): {self._changed(*key)}", stacklevel=3)
+    def _tell_second(self, spec, signature, settings: Ambient) -> None:
+        """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
+        last = self._last
+        if last is not None and len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
+            changed = self._changed(spec, signature, settings)
+            warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
 
-    def _build(self, args, leaves, known: Compiled | None = None) -> Compiled:
+    def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         target = replace(self.target, backend=usable_backend(self.target.backend, device))
         hint = "" if target.in_order else ' (backend="eager" starts without compiling)'
         with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
             tell("tracing")
             check = self._check if self.checks else None
-            compiled = Compiled(self.fn, args, self.donate, target, check, self._newest, known)
+            compiled = Compiled(self.fn, args, self.donate, target, check, self._newest)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if self._several and self.world is not None:
                 tell("comparing ranks")
@@ -347,12 +328,10 @@ class Jitted:
                 f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "
                 "gradient; differentiate inside of it, call the plain function (.fn), or make it a compiled_layer"
             )
-        around, known = recorded_reads(), self._inside[key] if _known(key, self._inside, args) else None
-        if known is None or known[2].changed() is not None:
-            with entered() as found, outside_of_tracing():
+        if not _known(key, self._inside, args):
+            with outside_of_tracing():
                 fn = own_results(self.fn, self.donate) if self.donate else self.fn
-                traced = trace(fn, args, mesh=key[-1], reads=found)
-            read = Watched(fn, found, self.name, None if known is None else known[2])
+                traced = trace(fn, args, mesh=key[-1])
             if any(traced.aliased):
                 path = traced.out_paths[traced.aliased.index(True)]
                 raise ValueError(
@@ -360,10 +339,8 @@ class Jitted:
                     "return a copy"
                 )
             entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
-            self._inside[key] = (traced, entry, read)
-        elif around is not None:
-            around.codes.update(known[2].codes)
-        traced, entry, _ = self._inside[key]
+            self._inside[key] = (traced, entry)
+        traced, entry = self._inside[key]
         outs = entry([x for x in leaves if isinstance(x, torch.Tensor)])
         for x, label in zip(outs, traced.out_labels, strict=True):
             if label is not None:
@@ -408,10 +385,6 @@ def jit(
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
-    Settings of torch around a call (autocast, default dtype, determinism, precisions) are part of the signature. What
-    the trace has read of your code, functions and plain values, is compared in every call, and a difference compiles
-    again with a warning that names it. On several ranks all must have traced the same step, hold the same replicas, and
-    change signatures in the same call: else an error that names the argument or line, and the rank.
     A second signature is compiled too, with one warning that names what differs. A jitted function that is called while
     another one is traced becomes one opaque node, compiled once; its donate says nothing there, that of the outermost
     jit does.
@@ -443,9 +416,7 @@ def jit(
             to three times so many bytes are there at a time. A piece of a leaf has one element or more.
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
-    Raises ValueError for wrong arguments, and at a call for named arguments, for a step that is impure or wrong, and
-    for ranks that are called with other signatures; FailedOnRank where they have traced other steps, and
-    ReplicasDifferError where replicas of what is donated differ at the first call.
+    Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
     """
     if not callable(fn) or isinstance(fn, torch.nn.Module) and fn.state_dict():
         raise ValueError(

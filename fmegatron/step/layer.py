@@ -16,7 +16,6 @@ import torch
 
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Precision
-from fmegatron.collectives.known_ranks import recorded_reads
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
 from fmegatron.nn.first_gradient import first_only
@@ -27,7 +26,6 @@ from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.tracing import described
-from fmegatron.step.watched import Watched, entered
 from fmegatron.tree import structure
 
 __all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
@@ -143,7 +141,6 @@ class _Halves:
     spec: Any
     forward: Entry
     backward: Entry
-    read: Watched
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,16 +166,12 @@ class CompiledLayer:
         weights, trained = self._weights(x, shards)
         inputs = (x, weights, rest, named)
         key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained, ambient())
-        around, known = recorded_reads(), self.halves.get(key)
-        if known is None or known.read.changed() is not None:
-            with entered() as found, outside_of_tracing():
-                with joint_graph(inputs, f"layer {described(self.fn)}", trained, found) as call:
+        if key not in self.halves:
+            with outside_of_tracing():
+                with joint_graph(inputs, f"layer {described(self.fn)}", trained) as call:
                     given, of, others, by_name = call.given
                     call.result = self.fn(given, of, *others, **by_name)
-            read = Watched(self.fn, found, self.name, None if known is None else known.read)
-            self.halves[key] = _cut(call.joint, self.save, self.name, read)
-        elif around is not None:
-            around.codes.update(known.read.codes)
+                self.halves[key] = _cut(call.joint, self.save, self.name)
         specs = tuple(structure.flatten(given)[2] for given in (shards, (rest, named)))
         pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
         return structure.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
@@ -261,11 +254,11 @@ def _require_tensors(fn: Callable, x: Any, shards: Any, rest: Any) -> None:
             )
 
 
-def _cut(joint: Any, save: Policy, name: str, read: Watched) -> _Halves:
+def _cut(joint: Any, save: Policy, name: str) -> _Halves:
     parts = partition(joint, save)
     forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
     backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
-    return _Halves(parts, joint.spec, forward, backward, read)
+    return _Halves(parts, joint.spec, forward, backward)
 
 
 class _Layer(torch.autograd.Function):

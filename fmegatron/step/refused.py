@@ -1,4 +1,4 @@
-"""What torch and Python refuse while a step is traced, in words: the user's line, the leaves that met, the fix."""
+"""What torch and Python refuse while a step is traced, as errors with the user's line, the leaves that met, the fix."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["OF_ONE_DTYPE", "explained", "require_one_device", "require_one_dtype
 
 
 @contextlib.contextmanager
-def explained(name: str, paths: Mapping[int, str]):
+def explained(name: str, paths: Mapping[int, str], second: bool = False):
     """What torch and Python refuse in a step, as a ValueError that names the line, the leaves and the fix. What the
-    step itself raises stays as it is."""
+    step itself raises stays as it is. second: whether its arguments are on the device meta."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as e:
@@ -35,7 +35,7 @@ def explained(name: str, paths: Mapping[int, str]):
     except AssertionError as e:
         if "convert all Tensors to FakeTensors" not in str(e) and "Mixing fake modes" not in str(e):
             raise
-        if "device='meta'" in str(e) and _in_forward_mode(e):
+        if "device='meta'" in str(e) and not second:
             raise _refused(e, f"{name}: at {raised_at(e)}: {_NO_FORWARD_MODE} ({e})") from None
         raise _refused(
             e,
@@ -57,7 +57,7 @@ def explained(name: str, paths: Mapping[int, str]):
                 "while a step is traced a tensor has a shape and no values; keep it in tensors, or do this before or "
                 "after the step"
             )
-        elif "two devices, meta and" in text and _in_forward_mode(e):
+        elif "two devices, meta and" in text and not second:
             what = f"{name}: at {at}: {_NO_FORWARD_MODE} ({text})"
         elif isinstance(e, kinds.Untransformable):
             what = f"{name}: at {at}: {text}"
@@ -79,7 +79,7 @@ def explained(name: str, paths: Mapping[int, str]):
                 f"{name}: at {at}: got tensors of {met}, wanted one device: what a step makes lies where its arguments "
                 "do; give device=x.device, of an argument x"
             )
-        elif not isinstance(e, _WRONG) or _raised_by_the_step(e):
+        elif not isinstance(e, _WRONG) or _raised_by_the_step(e) or "must be Tensor, not" in text:
             raise
         elif op:
             of = f"; of the arguments {leaves}" if leaves else ""
@@ -108,12 +108,6 @@ def _note(e: BaseException, begin: str) -> str:
     return next(notes, "").removeprefix(begin)
 
 
-def _in_forward_mode(e: BaseException) -> bool:
-    """Whether an error comes from within a forward mode of torch.func."""
-    frames = (frame.f_code for frame, _ in traceback.walk_tb(e.__traceback__))
-    return any(code.co_filename.startswith(TORCH) and "jvp" in code.co_name for code in frames)
-
-
 def _raised_by_the_step(e: BaseException) -> bool:
     """Whether a `raise` that is not torch's has made an error, or nothing inside of the step was running."""
     frames = [*traceback.walk_tb(e.__traceback__)]
@@ -139,9 +133,17 @@ def tell_failed(e: Exception, op: str, args, kwargs, paths: Mapping[int, str]) -
         return
     e.add_note(f"{_FAILED}{op} got {_words(args, kwargs)}")
     given = [x for x in tree.leaves((args, kwargs or {})) if isinstance(x, torch.Tensor)]
-    known = [paths[place] for x in given if (place := storage_of(x)) in paths]
+    places = [place for x in given if (place := _memory_of(x)) is not None]
+    known = [paths[place] for place in places if place in paths]
     if known:
         e.add_note(f"{_LEAVES}{', '.join(map(repr, dict.fromkeys(known)))}")
+
+
+def _memory_of(x: torch.Tensor) -> int | None:
+    try:
+        return storage_of(x)
+    except RuntimeError:  # of a transform of torch.func
+        return None
 
 
 _FAILED = "in a step that is traced: "  # how the note begins that names what an op failed with
@@ -164,7 +166,8 @@ OF_ONE_DTYPE = ("mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot",
 def require_one_dtype(args) -> None:
     found = {x.dtype for x in args if isinstance(x, torch.Tensor)}
     if len(found) > 1:
-        raise RuntimeError(f"expected one dtype, got {' and '.join(sorted(map(str, found)))}; cast one: x.to(y.dtype)")
+        several = " and ".join(sorted(map(str, found)))
+        raise RuntimeError(f"a product: got {several}, wanted one dtype; cast one: x.to(y.dtype)")
 
 
 def require_one_device(op, args) -> None:

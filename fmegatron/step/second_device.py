@@ -1,4 +1,4 @@
-"""A step on another device than that on which it was traced: what it makes has to lie where its arguments do."""
+"""A step on another device than that on which it was traced: what it makes has to be where its arguments are."""
 
 from __future__ import annotations
 

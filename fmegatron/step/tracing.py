@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
 from fmegatron.collectives import kinds
-from fmegatron.collectives.known_ranks import Recorded, recorded_mesh, recorded_reads
+from fmegatron.collectives.known_ranks import Recorded, recorded_mesh
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import layout, notation
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
@@ -101,14 +101,13 @@ class Traced:
         return structure.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
 
 
-def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None, reads: Any = None) -> Traced:
+def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None) -> Traced:
     """Run `fn(*args)` once on fake tensors and return its flat graph.
 
     args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
     mesh: of the ranks that will run it, where the arguments do not know theirs; within another trace, that of this one.
-    reads: who notes the functions that are entered (`step.watched`).
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
     uses a tensor that is not an argument, draws random numbers from a generator (`step.purity`), or returns tensors in
     what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
@@ -128,7 +127,8 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None
     known = next((label.layout.mesh for label in labels if label is not None), None)
     of_paths = {storage_of(x): path for x, path in zip(fakes, in_paths, strict=True)}
     made_here: list[str] = []
-    with record(mode, name, known or mesh, of_paths, made_here, reads) as recorder:
+    second = any(x.is_meta for x in leaves if isinstance(x, torch.Tensor))
+    with record(mode, name, known or mesh, of_paths, made_here, second) as recorder:
         for x, label in zip(recorder.inputs(fakes), labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)
@@ -180,16 +180,15 @@ def record(
     mesh: layout.Mesh | None = None,
     paths: Mapping[int, str] = MappingProxyType({}),
     made_here: list[str] | None = None,
-    reads: Any = None,
+    second: bool = False,
 ) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
     because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
     None: that of the trace around it, where there is one. paths: of the arguments by their memory (`storage_of`), which
-    errors name. made_here: takes lines, as `Traced` has them. reads: who notes
-    what is entered (`step.watched`)."""
-    root = Recorded(mesh or recorded_mesh(), reads or recorded_reads())
+    errors name. made_here: takes lines, as `Traced` has them. second: whether the arguments are on the device meta."""
+    root = Recorded(mesh or recorded_mesh())
     with (
-        explained(name, paths),
+        explained(name, paths, second),
         quiet_about_shapes(),
         generators_kept(name),
         outside_of_tracing(),
@@ -198,7 +197,7 @@ def record(
         mode,
         fx_traceback.preserve_node_meta(),
         recording(root) as recorder,
-        _Lines(paths, root.reads),
+        _Lines(paths),
         _Copies(paths, [] if made_here is None else made_here),
     ):
         yield recorder
@@ -224,20 +223,17 @@ def as_of(line: str) -> contextlib.AbstractContextManager:
 
 
 class _Lines(TorchDispatchMode):
-    """Notes for every op of the forward the line of the user's code that it comes from. paths: as of `record`. reads:
-    hears of the stack."""
+    """Notes for every op of the forward the line of the user's code that it comes from. paths: as of `record`."""
 
-    def __init__(self, paths: Mapping[int, str], reads: Any):
+    def __init__(self, paths: Mapping[int, str]):
         super().__init__()
-        self.paths, self.reads = paths, reads
+        self.paths = paths
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:
             line = line_of(frames_of(sys._getframe(1)))
-            if self.reads is not None:
-                self.reads.look(sys._getframe(1))
             fx_traceback.set_stack_trace([line] if line else [])
         if kinds.collective_of(func):
             for x in tree.leaves(args[0]):

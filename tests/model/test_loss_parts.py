@@ -128,6 +128,7 @@ def wanted(name: str):
     leaves = tree.map(lambda x: x.clone().requires_grad_(), params)
     parts, metrics = (case.loss or model.loss)(leaves, given(name), case.decoder, axes)
     shown = parts | {k: x for k, x in metrics.items() if isinstance(x, step.Part)}
+    shown.pop("imbalance", None)  # of loads of a microbatch
     loss = loss_of(parts)
     found = torch.autograd.grad(loss, tree.leaves(leaves), allow_unused=True)
     grads = [torch.zeros_like(p) if g is None else g for g, p in zip(found, tree.leaves(leaves), strict=True)]

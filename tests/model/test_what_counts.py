@@ -138,6 +138,7 @@ def wanted(name: str, mask):
     of, leaves = MODELS[name], tree.map(lambda x: x.clone().requires_grad_(), start(name))
     found, metrics = model.loss(leaves, batch_of(mask, of), of, Axes(Mesh()))
     loss, shown = loss_of(found), found | {k: x for k, x in metrics.items() if isinstance(x, step.Part)}
+    shown.pop("imbalance", None)  # of loads of a microbatch
     grads = torch.autograd.grad(loss, tree.leaves(leaves), allow_unused=True)
     grads = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, tree.leaves(leaves), strict=True)]
     return loss.detach(), {k: mean_of(x).detach() for k, x in shown.items()}, grads

@@ -43,7 +43,7 @@ HOP = "kv = ppermute(kv, self.cp, 1)"
 AT_HOP = "at = ppermute(at, self.cp, 1) if self.masked else at"
 HOME = "dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after"
 OUT = 'return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)'
-GRADS = 'return *(declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found), dsinks, None, None'
+GRADS = 'grads = [declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found]'
 OWN = 'kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)'
 SEEN = "return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False"
 GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)"
@@ -92,8 +92,8 @@ MUTANTS = (
     ring("gradients on another dim", GRADS, GRADS.replace('"sharded", 2', '"sharded", 1'), "check"),
     ring("gradients are terms", GRADS, GRADS.replace('("sharded", 2)', '"partial"'), "check"),
     ring("gradients are the same everywhere", GRADS, GRADS.replace('("sharded", 2)', '"replicated"'), "check"),
-    ring("gradients are not declared", GRADS, "return *(g.to(x.dtype) for g, x in found), dsinks, None, None", "check"),
-    ring("gradients are summed", GRADS, GRADS.replace("(declare(", "(psum(declare(").replace("2))", "2)), how.cp)")),
+    ring("gradients are not declared", GRADS, "grads = [g.to(x.dtype) for g, x in found]", "check"),
+    ring("gradients are summed", GRADS, GRADS.replace("[declare(", "[psum(declare(").replace("2))", "2)), how.cp)")),
     # ---- masks and sums
     ring("queries for keys", SEEN, "return visible(at_k[0], at_q[0], self.window, doc_k, doc_q).mT[:, None], False",
          "simulate"),

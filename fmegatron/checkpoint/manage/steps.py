@@ -117,7 +117,7 @@ class Steps:
         return None if named in (None, step) or self.facts(step).problem is not None else named
 
     def _named(self, step: int) -> int | None:
-        """The step of a complete checkpoint, as its marker says, or, until 2026-11-27, its manifest; None: neither."""
+        """The step of a complete checkpoint, by its marker, or, until 2026-11-27, its manifest; None: neither."""
         try:
             # What has a token in a store of objects is saved once. A copy without one may be another by now.
             at = None if self.renames else disk.look(self.place(step).locate)

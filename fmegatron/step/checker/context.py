@@ -73,12 +73,15 @@ class Report:
     """findings: proofs of mistakes, in graph order.  unproven: what no rule can decide, with the outputs it concerns.
     silenced: findings and unproven lines that the caller vouches for, with the reason.  found: (number of an output,
     its layout), of outputs that may have any and are proven to have that of the array in whose place they stand.
+    on_second_device: why the step fails where its arguments are on another device than the CPU, with the line, "" if it
+    does not: it may be right where it runs, so it is no finding.
     """
 
     findings: tuple[Finding, ...]
     unproven: tuple[Unproven, ...] = ()
     silenced: tuple[tuple[Finding | Unproven, str], ...] = ()
     found: tuple[tuple[int, Layout], ...] = ()
+    on_second_device: str = ""
 
     @property
     def ok(self) -> bool:
@@ -96,6 +99,7 @@ class Report:
         lines += [
             f"{f.at}: silenced ({reason}): {f.what if isinstance(f, Finding) else f.why}" for f, reason in self.silenced
         ]
+        lines += [self.on_second_device] if self.on_second_device else []
         return "\n".join(lines)
 
     def require(self, what: str = "step") -> Report:

@@ -92,10 +92,10 @@ def check(
     if fault is None:
         return report
     at, what = fault
-    found = Finding(at, "device", "", f"made without a device; on a second device {what}", "give device=x.device")
-    if reason := (allow or {}).get(user_line(at)):
-        return replace(report, silenced=(*report.silenced, (found, reason)))
-    return replace(report, findings=(*report.findings, found))
+    if user_line(at) in (allow or {}):
+        return report
+    text = f"{at}: made without a device; on a second device {what}. Fix: give device=x.device"
+    return replace(report, on_second_device=text)
 
 
 def _wanted(traced: Traced, kept: Collection[int]) -> list[Layout | Anyhow | None]:
