@@ -92,9 +92,9 @@ def explained(name: str, paths: Mapping[int, str], second: bool = False):
 
 _TWO_DEVICES = "found at least two devices"
 _NO_FORWARD_MODE = (
-    "got a gradient through torch.func's forward mode (jvp, jacfwd, hessian), wanted reverse mode there: torch fills "
-    "in tangents of zero on the device meta, which it cannot trace; torch.autograd.grad((gradient * v).sum(), x) is "
-    "the same product"
+    "got a gradient through torch.func's forward mode (jvp, jacfwd, hessian), or a tensor on the device meta, "
+    "wanted reverse mode there: torch fills in tangents of zero on meta, which it cannot trace; "
+    "torch.autograd.grad((gradient * v).sum(), x) is the same product"
 )
 _NOT_TRANSFORMED = ("setup_context", "inside of a function being transformed", "generate_vmap_rule", "jvp function")
 _NOT_TWICE = ("once_differentiable", "derivative for ")
