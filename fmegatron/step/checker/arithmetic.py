@@ -80,9 +80,15 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
 
 def on_two_dims(dims: Sequence[Dim]) -> frozenset[str]:
     """Axes that shard more than one of these dims: of all pairs of two parts each rank has those of its own."""
-    sharding = [axes for dim in dims if (axes := over(dim))]
-    if len(sharding) < 2:
+    some = 0  # counted first without a call, as this is asked of nearly all ops
+    for dim in dims:
+        for atom in dim:
+            if atom.axes or atom.inner or atom.runs:
+                some += 1
+                break
+    if some < 2:
         return NOWHERE
+    sharding = [axes for dim in dims if (axes := over(dim))]
     return frozenset([a for a in frozenset().union(*sharding) if sum([a in axes for axes in sharding]) > 1])
 
 
