@@ -56,6 +56,7 @@ class World:
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, control=None, owns_process_group: bool = False):
         self.mesh, self.rank, self.size, self.device = mesh, rank, mesh.size, device
         self._control, self._owns, self._device_mesh = control, owns_process_group, None
+        self._begun = 0  # how often it has left its groups
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # axes and use -> (name at torch, group)
         self._registered: list[str] = []
         self._store: dist.Store | None = None  # of the job; this and how to connect are kept by `connect`, for `renew`
@@ -204,12 +205,12 @@ class World:
     def same_later(self, number: int) -> Callable[[], bool]:
         """Begin to ask all ranks whether they have the same number of less than 63 bits; as `ask` begins. The answer of
         a question from before `renew` is True: nobody knows it any more."""
-        row, control, work = torch.tensor([number, -number]), self._control, None
+        row, begun, work = torch.tensor([number, -number]), self._begun, None
         if self.size > 1:
-            work = dist.all_reduce(row, dist.ReduceOp.MAX, group=control, async_op=True)
+            work = dist.all_reduce(row, dist.ReduceOp.MAX, group=self._control, async_op=True)
 
-        def answer() -> bool:
-            if work is None or control is not self._control:
+        def answer() -> bool:  # holds no group: its threads are joined with the last reference, at `close`
+            if work is None or begun != self._begun:
                 return True
             work.wait()
             most, least = row.tolist()
@@ -374,6 +375,7 @@ class World:
         self._registered.clear()
         self._groups.clear()
         if self._owns and dist.is_initialized():
+            self._begun += 1
             self._control = self._device_mesh = None  # the threads of a group are joined with its last reference
             dist.destroy_process_group()
 
