@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 
+from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.files.format import ALIGN_BYTES
 from fmegatron.checkpoint.files.torch_private import copy_all
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
@@ -24,7 +24,6 @@ from fmegatron.layout import Box, boxes
 
 _GROUP_BYTES = 64 << 20  # written between two signs of progress
 _PART_BYTES = 8 << 20  # copied by a thread at a time
-_BITS = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128})
 
 
 @dataclass(frozen=True)
@@ -223,8 +222,7 @@ def groups(
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The elements as integers of the same width, on the same device; the same memory where the tensor is real."""
-    x = x.detach().resolve_conj().resolve_neg()
-    return x.view(_BITS[x.element_size()])
+    return format.bits(x.resolve_conj().resolve_neg())
 
 
 def _view(slot: Slot, plans: Sequence[LeafPlan], rank: int, memory: torch.Tensor, at: int) -> torch.Tensor:
