@@ -93,6 +93,7 @@ def popen(request, python):
     return subprocess.Popen if request.param == "own interpreter" else python.popen
 
 
+@pytest.mark.slow
 def test_it_works_without_what_linux_alone_has(popen, tmp_path):
     """A fork has imported the package before; an interpreter of its own imports it without, too."""
     program = [sys.executable, "-c", LOSES + USES, str(ROOT / "experiments/own_model.py")]

@@ -64,6 +64,7 @@ FOLDERS = [  # the first has products, a few of many, long tests and drawn seeds
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paths", FOLDERS)
 def test_the_clock_chooses_nothing(python, paths):
     assert collected(python, 0, *paths) == collected(python, DAYS, *paths)

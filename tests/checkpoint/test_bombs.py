@@ -185,6 +185,7 @@ def test_the_bombs_are_right_but_for_one_thing(saved):
 LARGE = ("ones", "keys", "boxes", "long", "text")  # seconds each; two by default
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*(name for name in BOMBS if name not in LARGE), *few(2, zip(LARGE), LARGE)])
 def test_bombs(saved, name):
     make, match = BOMBS[name]

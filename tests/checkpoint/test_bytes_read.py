@@ -38,6 +38,7 @@ def on(shape, ranks, dim):
     return {"w": Layout(shape, torch.bfloat16, Mesh(tp=ranks), tuple(spec))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(2048, 2048), (1024, 4096), (2, 1024, 2048)], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_reshard(tmp_path, shape, case):

@@ -27,6 +27,7 @@ def numbers(dtype):
     return {k: (3 * torch.randn(shape, generator=generator)).to(dtype) for k, shape in SHAPES.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", ["own", "once"])
 @pytest.mark.parametrize(
     "stored, wanted",

@@ -234,6 +234,7 @@ def test_a_holder_that_was_taken_for_dead_learns_it(tmp_path, quick):
         assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_another_container_on_this_machine(tmp_path, holder, monkeypatch):
     """A process namespace of its own cannot see our processes: it takes time instead of looking for a number."""

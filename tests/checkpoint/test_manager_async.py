@@ -212,6 +212,7 @@ def test_its_own_saver_is_closed(tmp_path, monkeypatch):
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends(tmp_path, python):
     """Even with a writer that stands still; what was pending is given up, with a word about it."""
     code = (

@@ -27,6 +27,7 @@ TARGETS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("target", "sizes"), each_value(TARGETS, ((128, 32), (1 << 20, 1 << 20))))
 def test_all_kinds_of_leaves(tmp_path, target, sizes, monkeypatch):
     monkeypatch.setattr(once, "_IN_PLACE_BYTES", 64)

@@ -183,6 +183,7 @@ def test_torchs_own_load_compares_too(two):
     assert seed_of(into) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_directory_of_torch_that_ranks_see_differently(tmp_path):
     layouts = {"w": TWO["w"]}

@@ -88,6 +88,7 @@ def test_any_mesh(mesh, read):
         assert taken == sum(x.numel() for x, _ in whole)
 
 
+@pytest.mark.slow
 def test_ranks_that_see_two_of_them_are_told():
     layouts = layouts_on(Mesh(fsdp=2, tp=1))
     found = run(

@@ -60,6 +60,7 @@ def started(python, script):
     return store, ranks
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_that_does_not_close_its_world_ends_well(python, script):

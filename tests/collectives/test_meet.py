@@ -35,6 +35,7 @@ def word(stores):
     return {rank: store.get("address") for rank, store in stores.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [0.0, 0.05])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_attempt_has_a_part_of_its_own(size, first):

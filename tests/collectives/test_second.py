@@ -53,6 +53,7 @@ def run_all(rank, mesh):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(a=2), pytest.param(Mesh(a=2, b=2), marks=pytest.mark.long)], ids=str)
 def test_real_ranks_as_simulated_ones(ranks, mesh):
     real = ranks.run(run_all, mesh, ranks=mesh.size)

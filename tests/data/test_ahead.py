@@ -57,6 +57,7 @@ def test_an_error_comes_up_at_the_step_that_needs_the_batch():
             reader(3)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is the point
 @pytest.mark.parametrize("busy", [False, True], ids=["waiting", "reading"])
 def test_a_killed_thread_is_an_error_within_seconds(busy):

@@ -101,6 +101,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("form", few(1, [(form,) for form in FORMS.values()], FORMS))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # FSDP2's hooks under torch.compile
@@ -123,6 +124,7 @@ def test_the_largest_model_fits(benchmark):
         assert 0.6 * (gib << 30) < state < 0.9 * (gib << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_experts_equal_a_loop(benchmark, capsys, ranks):
     benchmark("moe").main(["--quick", "--backend=eager"], pool=ranks)
@@ -131,6 +133,7 @@ def test_experts_equal_a_loop(benchmark, capsys, ranks):
         assert lines[f"moe_{name}_difference"]["holds"] and lines[f"moe_{name}_time"]["value"] > 0
 
 
+@pytest.mark.slow
 def test_a_split_sequence_equals_the_ring_of_torch(benchmark, capsys, ranks):
     benchmark("context").main(["--quick", "--backend=eager"], pool=ranks)
     lines = lines_of(capsys)

@@ -134,6 +134,7 @@ def test_an_update_is_skipped(tmp_path):
     assert "its update is skipped" in warned
 
 
+@pytest.mark.slow
 def test_a_hang_ends_the_process(tmp_path, python):
     text = "--run.faults.patience=step=1,factor=1 --run.faults.inject=hang:step=3"
     shown = [sys.executable, str(ROOT / "experiments/shakespeare.py"), *command(tmp_path, text)[1:]]

@@ -102,6 +102,7 @@ def assert_as_if_nothing_had_happened(run, faults):
     assert faults == len([name for name in happened if not name.startswith("stop")])
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_survives_what_happens_to_its_ranks(job, tmp_path):
     """A rank is stopped for a while and another killed; then a number is not finite; then a rank leaves."""

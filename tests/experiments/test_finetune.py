@@ -49,7 +49,7 @@ def test_a_folder_is_trained_and_transformers_loads_it(name, tmp_path):
     assert config_of(name)[1].model_type == tuned.config.model_type
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, meshes",
     [("llama3.1", (Mesh(tp=2), Mesh(fsdp=2))), ("mixtral", (Mesh(ep=2),)), ("gemma2", (Mesh(cp=2),))],
@@ -73,6 +73,7 @@ def test_on_two_ranks_it_writes_the_folder_of_one(tmp_path, ranks, kind, meshes)
             assert ((other[path] - one).abs() > 1e-5).double().mean() < 0.01, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, mesh",
     [("mixtral", Mesh(fsdp=2, ep=2, tp=2)), ("qwen3-moe", Mesh(ep=2, cp=2)), ("deepseek-v3", Mesh(fsdp=2, ep=2))],
@@ -85,6 +86,7 @@ def test_steps_of_experts_are_proven(tmp_path, kind, mesh):
     assert report.ok and not report.unproven, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_corpus_is_trained_on_and_the_result_talks(tmp_path):
     theirs = folder("llama3.1", tmp_path / "model")

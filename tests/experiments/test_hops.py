@@ -56,6 +56,7 @@ def test_from_the_experiment_to_the_product_of_attention(monkeypatch):
         assert len(files) <= 6 and len(frames) <= 9, frames
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{"strategy": "zero1"}, {"strategy": "zero2", "microbatches": 2}, {}], ids=str)
 def test_from_the_step_to_the_reduce_scatter_of_a_gradient(monkeypatch, changes):
     emit, found = Collective.emit, []

@@ -32,6 +32,7 @@ def test_a_hang_is_over_soon(python, tmp_path, kind):
     assert ("in _happen" in written[-1].read_text()) == (kind == "hang")
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_restarts_in_the_process(python, ranks, tmp_path):
     """An exception on one rank while the other waits for it: both go on from local replicas."""

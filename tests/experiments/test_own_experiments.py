@@ -112,6 +112,7 @@ def peer_resumed(rank, folder):
     peer(rank, folder, dp=2, steps=4)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_peer_of_the_mixer_runs_and_is_resumed(tmp_path, ranks):
     ranks.run(peer_stopped, str(tmp_path), ranks=2)

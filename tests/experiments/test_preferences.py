@@ -29,6 +29,7 @@ def config(start, folder, **changes):
     return preferences.Config(run=run, start=start, text=text, seq_len=12, lr=3e-3, **changes)
 
 
+@pytest.mark.slow
 def test_it_learns_to_prefer_and_the_reference_stays(start, tmp_path):
     run = preferences.experiment(config(start, tmp_path / "a"))
     records = [r for r in loop.read_metrics(tmp_path / "a" / "metrics.jsonl") if "accuracy" in r]
@@ -39,6 +40,7 @@ def test_it_learns_to_prefer_and_the_reference_stays(start, tmp_path):
     assert not any(map(torch.equal, tree.leaves(run.state.params["policy"]), tree.leaves(before)))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same(start, tmp_path):
     whole = preferences.experiment(config(start, tmp_path / "whole"))
     of = config(start, tmp_path / "parts")

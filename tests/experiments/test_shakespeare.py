@@ -60,6 +60,7 @@ def start(python, *flags, ranks=1, **settings):
     return python.popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monkeypatch, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -84,6 +85,7 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_never_stopped(tmp_path, monke
     assert a.keys() == b.keys() and all(torch.equal(a[path], b[path]) for path in a)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatch):
     """Also when a signal stops the run: the last save is waited for, and no process is left."""
@@ -118,6 +120,7 @@ def test_saves_in_the_background_are_the_same_saves(tmp_path, capsys, monkeypatc
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_finished_run_only_samples(tmp_path, capsys):
     """Also when fewer steps are asked for than are done, which is said; without prompts it only evaluates."""
@@ -146,7 +149,7 @@ def stopped_by_a_signal(rank, settings):
         trained(settings)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_mesh_goes_on_with_the_same_numbers(tmp_path, ranks):
     """4 ranks, stopped by a signal to one of them, then one rank: the losses of one rank all the way.
 
@@ -298,6 +301,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
     assert "steps        3 to 6" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_ctrl_c_twice_while_saving_leaves_the_earlier_checkpoint(tmp_path, python):
     """The second Ctrl-C falls into a save that was made slow; the step before can still be restored."""

@@ -114,6 +114,7 @@ def gone(pids, seconds=60):
     return not any(map(psutil.pid_exists, pids))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_engines_train_and_one_that_is_killed_is_an_error_within_seconds(program):
     process = program(BEGINS + TRAINS)

@@ -32,6 +32,7 @@ def test_far_from_the_limit_formulas_do():
     assert planned(plan="off") is None and planned(plan="off", planned_bytes=1e15) == planned(planned_bytes=1e3) * 1e12
 
 
+@pytest.mark.slow
 def test_near_it_the_step_is_counted(monkeypatch):
     """Both sides of the bytes that it takes: one byte less is refused, with what takes the most and a mesh."""
     exact = plan.exact(*(described := describe(Mesh())), Mesh())

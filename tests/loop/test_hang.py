@@ -68,6 +68,7 @@ with watched(Pulse(Patience(setup=30, **limits), 0), sys.argv[1]) as pulse:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["none", "sleep", pytest.param("gil", marks=pytest.mark.slow)])
 def test_one_process_that_hangs(tmp_path, python, kind):
     """Beyond its limit, half a second to the stacks, also where not even a thread of Python can run."""

@@ -157,6 +157,7 @@ def test_ctrl_c_saves_and_ends_with_130(start):
     assert "saved step" in err and "script.py: stopped by Ctrl-C" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # torchrun makes the other one of it
 def test_a_second_ctrl_c_ends_at_once(start, second):

@@ -189,6 +189,7 @@ def all_kinds_on_a_rank(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_every_kind_on_one_and_two_ranks(tmp_path, ranks):
     first, second = ranks.run(all_kinds_on_a_rank, str(tmp_path / "two"), ranks=2)
     for kind, make in KINDS.items():
@@ -204,6 +205,7 @@ def test_every_kind_on_one_and_two_ranks(tmp_path, ranks):
                 assert all(torch.equal(x["x"], whole(n)["x"]) for n, x in enumerate(alone))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["function", "state", "stream", "wrapped state", "wrapped rows"])
 def test_killed_and_resumed_is_uninterrupted(tmp_path, kind):
     """The run is left at step 5, saved at step 4, and has read further."""
@@ -246,6 +248,7 @@ def test_rows_along_other_axes_have_the_state_of_their_rows(tmp_path, ranks):
     assert equal(reads(tmp_path / "b", CounterOfRows(), described("rows", Mesh()), steps=12), straight[9:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["function", "state", "stream"])
 def test_a_roll_back_goes_on_without_the_bad_batch(tmp_path, kind):
     of = described(kind, Mesh())

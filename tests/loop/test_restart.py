@@ -40,7 +40,7 @@ def restarted(python, folder, backend, steps):
     return [json.loads(out.splitlines()[-1]) for out, _ in texts], texts[0][1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_restarts_leave_nothing_behind(python, tmp_path, backend):
     """20 restarts (3 with Inductor), as many on each rank: no descriptor, thread, process or compilation more."""

@@ -206,6 +206,7 @@ def flags_of(config, prefix="--"):
             yield f"{prefix}{one.name}={text_of(value, hints.get(one.name, type(value)))}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds("configs", 2, 2))
 def test_every_config_reads_back_from_flags_help_and_files(seed, tmp_path):
     rng = random.Random(seed)

@@ -130,6 +130,7 @@ def cases(*names):
 
 
 # ---- on meshes -------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("case", cases("all at once", "experts"))
 def test_proven_and_equal_to_one_rank(case):
     specs = case.state_specs()
@@ -143,6 +144,7 @@ def test_proven_and_equal_to_one_rank(case):
     assert not [p for p in tree.paths(specs.opt) if "base" in p or "scale" in p]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases("experts"))
 def test_merged_is_adapted(case):
     params = tree.init(case.specs(case.one), 0, 0)
@@ -186,6 +188,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name",), few(1, [(name,) for name in WRONG]))
 def test_a_missing_sum_over_tp_is_refused(name, monkeypatch):
     case, place, change = WRONG[name]
@@ -377,6 +380,7 @@ def test_experts_in_bf16_need_a_rank_of_whole_rows():
 OF_WIRES = [(Precision.bf16(),), (Precision.fp8_wire(),)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision",), few(1, OF_WIRES, ["bf16", "8 bits on the wire"]))
 def test_wide_factors_beside_a_narrow_base(precision):
     """Of fp32 in the parameters, of the compute dtype in products; scales and all travel as their matrices do."""

@@ -64,6 +64,7 @@ def test_loss_and_each_gradient(form, mesh, name, kind):
 CAPPED = mixed(FORMS, [Mesh(cp=2), TWO, Mesh(fsdp=2, cp=2, tp=2), Mesh(cp=2, cpi=2, tp=2)])
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("form", "mesh"), few(2, CAPPED, ["-".join(map(str, c)) for c in CAPPED]))
 def test_caps_and_sinks(form, mesh):

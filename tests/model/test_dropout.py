@@ -107,6 +107,7 @@ def batch_of(packed, zigzag=1, i=0):
     return {name: x[:, zigzag_of_nn(SEQ, zigzag)].contiguous() for name, x in batch.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", few(1, [(name,) for name in CASES], CASES))
 def test_equal_to_one_rank_and_proven(name):

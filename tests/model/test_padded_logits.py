@@ -52,6 +52,7 @@ VARIANTS = [{}, {"tied": True}, {"sequence_parallel": True, "logit_softcap": 2.0
 CASES = [(vocab_size, mesh, changes) for changes in VARIANTS for mesh in MESHES for vocab_size in VOCABULARIES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("vocab_size", "mesh", "changes"), few(3, CASES, [f"{v}-{m}-{c}" for v, m, c in CASES]))
 def test_an_own_loss_on_meshes(vocab_size, mesh, changes):
     """Proven by the check, equal to one rank, for three steps."""

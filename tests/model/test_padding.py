@@ -82,6 +82,7 @@ WHERE = {  # how padding is stated, mesh, microbatches, whether tokens further a
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXPERTS)
 def test_as_the_text_alone(name):
     """Losses, counts, loads and the bias that they move, gradients; nothing overflows."""

@@ -36,6 +36,7 @@ def test_weights_gathered_in_fp8(mesh):
     check(config_of(FP8, tied=mesh["fsdp"] == 2 if "fsdp" in mesh else False), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_weights_gathered_in_fp8_by_compiled_layers():
     check(config_of(FP8), Mesh(fsdp=2, tp=2), save="inputs")
@@ -130,6 +131,7 @@ POLICIES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in POLICIES], POLICIES))
 def test_no_finding_under_any_policy(name):
     mesh, config = Mesh(dp=2, fsdp=2, tp=2), config_of(POLICIES[name])
@@ -155,6 +157,7 @@ def on_rank(rank, mesh, name, params, batch):
 REAL = ["bf16 wire", "fp8", "sums in bf16"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(1, [(name,) for name in REAL], REAL))
 def test_real_ranks(ranks, name):
     """Bit for bit the gradients of simulated ranks."""

@@ -172,6 +172,7 @@ FEW = pairs.few(5, [tuple(case.values()) for case in PAIRS])
 DAILY = [case for case, one in zip(PAIRS, FEW, strict=True) if not one.marks]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case, masks",
     [
@@ -218,6 +219,7 @@ def statistics_over_rows(nll_BS, axes):
     return {"spread": step.mean((nll_BS.mean(1) - mean / n).square().sum(), len(nll_BS))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("coupled", [softmax_over_rows, statistics_over_rows])
 def test_coupled(coupled):
     """The same on every mesh at a fixed number of microbatches, and another thing at another."""

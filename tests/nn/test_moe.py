@@ -22,6 +22,7 @@ MESHES = {name: setting.mesh for name, setting in SETTINGS.items()}
 CASES = [(of, skew) for of in SETTINGS for skew in (0.0, 9.0)]  # 9.0: all tokens to the first experts, none to others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of, skew", few(3, CASES, [f"{of}-{skew}" for of, skew in CASES]))
 def test_equal_to_one_rank(of, skew):
     make = functools.partial(make_step, of=of)
@@ -31,6 +32,7 @@ def test_equal_to_one_rank(of, skew):
     assert not skew or (load == 0).sum() == E - SETTINGS[of].router.top_k
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("of", few(2, [(of,) for of in SETTINGS], list(SETTINGS)))
 def test_check_is_clean(of):
     report = check(make_step(MESHES[of], of), *layouts(MESHES[of], of))

@@ -62,6 +62,7 @@ COMPILED = mixed(["uniform", "dropout"], [(1003,), (17, 31)])
 NORMAL = [pytest.param("normal", shape, marks=pytest.mark.slow) for shape in [(1003,), (17, 31)]]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "shape"), [*few(1, COMPILED), *NORMAL])
 def test_the_same_bits_compiled(kind, shape):

@@ -29,6 +29,7 @@ def said(notebook):
             yield cell.source, losses, (text.split(), pictures)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_outputs_are_true(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -94,6 +94,7 @@ def test_every_format_compiled_is_eager():
     assert_close(assert_in_place(jit(step, donate=0), carry, names), after(step, carry, names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", few(1, [(["random"],), (["bf16"],)]), ids=str)
 def test_elementwise_formats_need_no_memory(names):
     """One pass over codes, parameter and gradient: the generated code allocates nothing of a leaf's size."""

@@ -158,6 +158,7 @@ def test_a_part_of_the_tree_is_updated_like_the_whole(opt):
     assert_same(one_state, part(whole_state))
 
 
+@pytest.mark.long
 @every_case
 def test_it_traces_without_data_and_without_promotion(opt, dtypes):
     """No host synchronisation (fake tensors have no values), no float64 arithmetic on narrower leaves."""

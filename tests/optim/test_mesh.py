@@ -103,6 +103,7 @@ def test_the_strategies_make_all_kinds_of_layouts():
     assert found == {"zero1": "12fr", "zero3": "12fr", "hybrid": "1fr", "flat": "fr"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", EVERY.values(), ids=EVERY)
 def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
     """Saved by the ranks of one mesh, restored on another mesh and whole: the same bits, and the run goes on alike."""

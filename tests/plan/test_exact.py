@@ -152,6 +152,7 @@ def test_layouts_of_another_mesh_are_refused():
     assert tree.leaves(described.batch)[0].mesh == Mesh(fsdp=2)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_before_changes_nothing():
     """A graph whose operators Inductor has met is ordered as one whose operators it has not."""
     of, mesh = config(layers=1), Mesh(fsdp=2)

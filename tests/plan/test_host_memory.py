@@ -41,6 +41,7 @@ def test_8b_on_one_card():
     assert on_host.step_seconds()["state from and to the host"] == on_host.host / 5e10
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_counted():
     """The exact plan: what is on the host is not on the device, and buckets are what the update takes there."""

@@ -139,6 +139,7 @@ def describe(config):
 """
 
 
+@pytest.mark.slow
 def test_a_loss_written_as_def_never_fits_by_formulas(tmp_path):
     """Issue 24, H2: "7 meshes fit", with status 0, of a model of which only the state was counted."""
     file = own(tmp_path, WRITTEN_AS_DEF)

@@ -21,6 +21,7 @@ def step(params, batch):
     return tree.map(lambda p, g: p - 0.1 * g, params, grads), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_two_gradients_are_alive():
     """Inductor would make one kernel of all the sums, behind the last microbatch."""

@@ -20,6 +20,7 @@ OPEN = frozenset(
 )  # right, and unproven
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     for mesh in MESHES:

@@ -37,6 +37,7 @@ def tried(name, strategy, mesh, n, programs=PROGRAMS):
         return found.ok, str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, strategy, mesh, n", few(6, ALL))
 def test_right_losses(name, strategy, mesh, n):
     right, report = tried(name, strategy, mesh, n)
@@ -69,6 +70,7 @@ def by_a_mask(of):
 WRONG = {f.__name__: f for f in (psum_of_shards, of_all_rows, by_rows, by_a_tensor_of_rows, by_a_mask)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("setting", "name"), each_value([SETTINGS[0], SETTINGS[3]], WRONG))
 def test_wrong_losses_are_not_proven(name, setting):
     right, report = tried(name, *setting, WRONG)

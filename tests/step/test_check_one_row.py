@@ -67,6 +67,7 @@ ONE_EACH = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in ONE_EACH], ONE_EACH))
 def test_one_of_each(name):
     """The library with one row, head or expert on a rank is proven: no rule decides by a size."""
@@ -83,6 +84,7 @@ def test_one_of_each(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, rows", [(dict(cp=2), 1), (dict(fsdp=2, tp=2), 2)], ids=str)
 def test_a_scan_of_one_row(sizes, rows):
     """Over cp it was refused: what a rank picks of what depends on its index was taken for the same on all of them."""

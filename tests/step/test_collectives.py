@@ -206,6 +206,7 @@ def compiled_and_not(rank, mesh):
         return same
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_compiled_code_keeps_what_collectives_read(ranks):
     """Inductor reduces in place where it may."""

@@ -25,7 +25,7 @@ def start(cache):
     return subprocess.run([sys.executable, "-c", STEP], env=env, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [".main.so", pytest.param(".py", marks=pytest.mark.slow)])
 def test_an_empty_file_is_made_again(tmp_path, ends):
     first = start(tmp_path)

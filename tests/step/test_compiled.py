@@ -97,6 +97,7 @@ POLICIES = [("mincut", 1), ("mincut", 2), ("inputs", 1), ("all", 1), (0.5, 1), (
 COMPILED = [(*case, "inductor") for case in POLICIES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("save", "microbatches", "backend"),
     [
@@ -114,7 +115,7 @@ def test_policies(save, microbatches, backend):
     assert_equal_states(state, wanted[1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute", "tolerance"),
     [pytest.param(*case, marks=pytest.mark.slow if case[0] == torch.float32 else ()) for case in PRECISIONS],

@@ -263,6 +263,7 @@ FEATURES = {**QUICK, **OF_DECODERS}
 DAILY = [f for f in QUICK if f not in (zero1, hybrid, loss_scale)]  # which are in most other tests of steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "feature",
     [pytest.param(f, id=f.__name__, marks=[] if f in DAILY else pytest.mark.slow) for f in FEATURES],

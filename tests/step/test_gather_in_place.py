@@ -180,6 +180,7 @@ def test_the_old_value_is_read_before(ranks, mesh, backend):
         assert {name: count for name, (count, _) in found.items()} == {name: n for name, (_, n) in STEPS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "backend"), [(Mesh(dp=2), "aot_eager"), (Mesh(dp=2), "inductor")], ids=str)
 def test_the_old_value_is_read_before_in_one_graph(ranks, mesh, backend):

@@ -141,6 +141,7 @@ class Early(buckets.InOrder):
 
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers(name):
     wanted, before, _ = trained(OPTIMIZERS[name](), "device")
@@ -151,12 +152,13 @@ def test_the_same_numbers(name):
     assert dims and all(memory_of(x) == "host" for x in dims.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"clip_norm": None}, {"clip_norm": 1e-3}], ids=str)
 def test_the_same_numbers_of_steps(how):
     assert_same(*(trained(optim.adamw(1e-2), memory, **how)[:2] for memory in ("device", "host")))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_same_numbers_compiled(backend):
     """Of float32: between 16-bit values Inductor keeps more digits where it fuses more."""
@@ -257,6 +259,7 @@ def simulated(strategy, memory, mesh, streams, optimizer):
     return ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "name"), each_value(["zero1", "zero2", "zero3", "hybrid"], ["adamw", "muon"]))
 def test_ranks(strategy, name):
     mesh = Mesh(dp=2, fsdp=2)
@@ -282,7 +285,7 @@ def of_rank(rank, mesh, host_bytes):
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gloo_ranks(ranks):
     for on_device, on_host in ranks.run(of_rank, Mesh(fsdp=2), 700, ranks=2):
         assert on_device == on_host
@@ -294,6 +297,7 @@ def with_copies(monkeypatch, copies, host_bytes=700, count=2):
     return trained(optim.adamw(1e-2), "host", count=count, host_bytes=host_bytes)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("host_bytes", "copies"), each_value([12, 100, 700, 1 << 20], [Late, Early], ids=[str, NAME]))
 def test_no_piece_is_read_before_it_arrived_nor_overwritten_before_it_left(monkeypatch, host_bytes, copies):
     assert_same(on_device(1), with_copies(monkeypatch, copies(), host_bytes, count=1))
@@ -445,6 +449,7 @@ def test_check_passes_the_step(strategy):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("memories", [("host", "device"), ("device", "host"), ("host", "host")])
 def test_a_run_goes_on_in_another_memory(tmp_path, memories):
     state = on_device(2) if memories[0] == "device" else trained(optim.adamw(1e-2), "host", count=2)[0]

@@ -301,6 +301,7 @@ def held(graph) -> list:
     return found + [inner for one in found for inner in held(one.graph_module.graph)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", ["no world", "a world"])
 @pytest.mark.parametrize(
     ("backend", "n"),
@@ -355,6 +356,7 @@ def test_equal_layers_of_programs_that_live_share_one_operator():
     assert opaque_entries(first) == opaque_entries(second) != opaque_entries(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_no_world_is_kept_alive_by_what_was_compiled_for_it(backend):
     """A notebook connects again and again; the operators of its layers are known to the whole process."""

@@ -77,6 +77,7 @@ def test_gradients_are_those_of_the_function(save, offload):
             torch.testing.assert_close(how(p, x_BD), wanted, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_inductor():
     p, x_BD = tiny.mlp_params(), tiny.mlp_batch()["x"]
@@ -148,6 +149,7 @@ def test_a_stack_is_the_loop(how):
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_on_a_mesh(how):
     mesh = Mesh(dp=2, fsdp=2)
@@ -159,6 +161,7 @@ def test_on_a_mesh(how):
     proven_and_equal(lambda m: train_step(m, **how), mesh, *given, layouts=(at, rows), steps=2)
 
 
+@pytest.mark.slow
 def test_steps_that_donate_have_the_same_losses():
     step = train_step(Mesh())
     state = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER)

@@ -34,6 +34,7 @@ def whole_bytes():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "wanted"),
     few(2, [

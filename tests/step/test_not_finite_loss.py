@@ -36,6 +36,7 @@ def of_scalar(f, dp):
     return lambda params, batch: (f(params, batch) / dp.size, {"own": psum(batch["x"].sum(), dp)})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [0, 3, 7], ids=lambda bad: f"row {bad}" if bad else "none")
 @pytest.mark.parametrize(
     "kind, mesh, n", [("scalar", Mesh(), 1), ("scalar", Mesh(dp=2), 2), ("parts", Mesh(dp=2), 2), ("parts", Mesh(), 1)]

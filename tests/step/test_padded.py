@@ -82,6 +82,7 @@ QUICK_OWN = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, mesh, optimizer, microbatches", QUICK_OWN, ids=str)
 def test_own_module(name, mesh, optimizer, microbatches):
     prove(mesh, name, OPTIMIZERS[optimizer], microbatches)

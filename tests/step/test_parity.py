@@ -36,6 +36,7 @@ def check(mesh, clip_norm, sequence_parallel, tied):
 CASES = [case for by in range(len(MESHES)) for case in shifted(by, MESHES, SWITCHES)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "switches"), few(3, CASES, [f"{mesh}-{switches}" for mesh, switches in CASES]))
 def test_simulated(mesh, switches):
     check(mesh, *switches)
@@ -50,6 +51,7 @@ def test_simulated_fp32_losses():
         assert abs(one["loss"] - many["loss"]) <= 1e-5 * one["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_blame_in_the_whole_model():
     """Gradients of replicated norm weights that are not summed over fsdp: found through compiled layers and a clip that

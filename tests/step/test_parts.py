@@ -33,6 +33,7 @@ POSSIBLE = [
 
 
 # ---- equal to the definition -----------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh", "n"), few(10, POSSIBLE))
 def test_it_is_the_definition(name, mesh, n):
     worst, report = compared(name, MESHES[mesh], n)

@@ -150,7 +150,7 @@ def test_a_layer_that_stays_gathered_is_seen(run_on, monkeypatch):
     assert peak(*run_on(strategy, mesh)) > limit(strategy, mesh, 1) + 0.5 * layer_bytes(mesh)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_gradient_that_stays_whole_is_seen(run_on):
     """ZeRO-1, which accumulates whole gradients, in the place of ZeRO-2."""
     assert peak(*run_on(STRATEGIES["zero1"], MESHES[1], 2)) > 1.4 * limit(STRATEGIES["zero2"], MESHES[1], 2)

@@ -55,6 +55,7 @@ def joined_and_plain(rank: int):
     return calls, *found
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_joined_ops_are_found_and_equal(ranks):
     for calls, joined, plain in ranks.run(joined_and_plain, ranks=2):

@@ -41,6 +41,7 @@ def tried(seed: int, ways=WAYS) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_layers():
     """Each layer under two of the policies."""

@@ -98,7 +98,7 @@ def compiled(several: list[int], backend: str) -> None:
     assert not found, "\n".join([f"seeds {several}, {backend}: {found}", *step.code])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled():
     compiled(seeds("compiled steps", 3, 3), "inductor")
 

@@ -27,6 +27,7 @@ def step_of(name):
     return value_and_grad(loss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ACTS)
 def test_activations(name, backend):

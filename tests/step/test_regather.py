@@ -47,6 +47,7 @@ def little(monkeypatch):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("way", "leaves"), [("a module", 4), (WAYS[2], 4), ("plain layers", 5)])
 def test_memory_does_not_depend_on_how_gathers_are_written(way, leaves):
@@ -60,6 +61,7 @@ def test_memory_does_not_depend_on_how_gathers_are_written(way, leaves):
     assert found.transient <= leaves * LEAF + (1 << 20), str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_as_written_all_weights_are_kept(as_written):
     as_written()
@@ -76,12 +78,14 @@ def proven_and_equal_tower(mesh, steps=2, **how):
     return proven_and_equal(lambda m: described(m, **how), mesh, state, batch, layouts=at, steps=steps)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "way"), each_value([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], WAYS))
 def test_on_a_mesh(mesh, way, little):
     found = proven_and_equal_tower(mesh, way=way, strategy="hsdp", **LITTLE)
     assert sent(found.sharded.traced.graph_module.graph, mesh)["all_gather"] > 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits_as_written(way, little, as_written):
     mesh = Mesh(fsdp=2)
@@ -108,6 +112,7 @@ def in_bf16(mesh, precision):
     return step.build(loss_fn, optim.sgd(0.1), specs, shape, precision=precision)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "precision", [Precision.bf16(), Precision.bf16_wire(), Precision.fp8_wire()], ids=["bf16", "bf16 wire", "fp8 wire"]
 )
@@ -144,6 +149,7 @@ def on_ranks(rank, overlaps):
         return same, metrics["loss"].item(), metrics["grad_norm"].item()
 
 
+@pytest.mark.slow
 def test_on_real_ranks(ranks):
     mesh, (state, batch) = Mesh(fsdp=2), start(way=WAYS[1])
     made = described(mesh, WAYS[1])
@@ -154,6 +160,7 @@ def test_on_real_ranks(ranks):
         assert same and numbers == [sim.metrics["loss"], sim.metrics["grad_norm"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "microbatches"), each_value(["replicated", "zero1", "zero2", "zero3", "hybrid"], [1, 2])
 )
@@ -167,6 +174,7 @@ def collectives(way="a module", **how):
     return sent(traced(described(mesh, way, **how)).graph_module.graph, mesh)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_gathered(way):
     """Six large leaves one by one, and again but for that with which the backward begins; small ones once, together.
@@ -189,6 +197,7 @@ def test_small_weights_stay():
     assert collectives(dim=128, width=256) == {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS[1:4])
 def test_many_small_weights(way, little):
     """16 arrays of 1 KiB travel with their vectors, three at a time, where one more would make it more than 4 KiB.

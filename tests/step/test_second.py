@@ -151,6 +151,7 @@ def compare(make, mesh, names, batch=("x",)):
     return report, testing.parity(lambda mesh: make(Axes(mesh)), mesh, *values, layouts=tuple(layouts))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -40,6 +40,7 @@ def in_one(update, times):
     return updates
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, mesh, optimizer", each_value(("zero3", "zero1", "hybrid", "zero2", "hsdp"), MESHES, OPTIMIZERS)
 )

@@ -137,6 +137,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mesh, microbatches, backend", [*few(1, REAL), *MORE])
 def test_real_ranks(ranks, name, mesh, microbatches, backend):
     got = ranks.run(on_rank, mesh, name, microbatches, backend, ranks=mesh.size)

@@ -59,6 +59,7 @@ MESHES = (Mesh(dp=2, fsdp=2), Mesh(fsdp=4), Mesh(fsdp=3), Mesh(dp=2, fsdp=3), Me
 CASES = mixed(NAMES, MESHES, list(USES), list(OPTIMIZERS), (1, 2, 4), (None, 0.1))[:240]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, mesh, use, optimizer, microbatches, clip_norm", few(3, CASES, map(str, CASES)))
 def test_right(name, mesh, use, optimizer, microbatches, clip_norm):
     options = (name, use, optimizer, microbatches, clip_norm)

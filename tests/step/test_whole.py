@@ -41,6 +41,7 @@ def small(mesh, precision=None, loss=None, **how):
 IDS = {"ids": torch.arange(16) % 8}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_stacks_in_a_tree(mesh, microbatches):
@@ -51,6 +52,7 @@ def test_stacks_in_a_tree(mesh, microbatches):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gathered_once(microbatches):
     """reshard_after_forward=False keeps what was gathered: fewer gathers, the same numbers."""

@@ -110,6 +110,7 @@ FURTHER = [(Mesh(dp=2), "zero1"), (Mesh(dp=2), "zero2"), (Mesh(dp=2, fsdp=2), "h
 OPTIMIZERS = {"adamw": lambda: optim.adamw(1e-2), "muon": lambda: optim.muon(1e-2), "sgd": lambda: optim.sgd(1e-2)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "strategy", "name"), few(6, [(*at, name) for at in FURTHER for name in OPTIMIZERS]))
 def test_a_step_by_hand_under_zero1_and_zero2(mesh, strategy, name):
     """Where the parameters lie at rest the update is refused, which names the strategies and the way; brought to where
@@ -151,6 +152,7 @@ DECODERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "name", "microbatches", "changes"), few(2, DECODERS))
 def test_the_standard_step_of_a_decoder(mesh, name, microbatches, changes):
     strategy, optimizer = DataParallel.named(name), optim.adamw(1e-2)

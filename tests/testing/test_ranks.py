@@ -86,7 +86,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_functions_of_a_script(tmp_path, python):
     """A rank looks the function up in the script without running it as a script: that would start a pool in each rank,
     and a pool in each of theirs. They are forks: neither torch nor the rooms start a thread on import."""

@@ -235,6 +235,7 @@ def lives(tmp_path, seeds):
     return damages, ends
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_fifty_damages(tmp_path):
     damages, ends = lives(tmp_path, seeds("damaged replicas", 8, 6))

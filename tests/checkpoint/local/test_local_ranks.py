@@ -97,6 +97,7 @@ def killed(ranks, folder, moments):
     return got[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_rank_killed_while_it_writes(ranks, tmp_path):
     assert killed(ranks, tmp_path, {2: 3}) == 1

@@ -163,6 +163,7 @@ WRITE, BEGIN, PUBLISH = (Folder, "write"), (FolderStore, "begin"), (FolderStore,
 MANIFEST = (Folder, "write", "manifest.json")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where, when",
     [(BEGIN, 1), (BEGIN, 2), (WRITE, 1), (WRITE, 9), (MANIFEST, 2), (PUBLISH, 1), (PUBLISH, 2)],

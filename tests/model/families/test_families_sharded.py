@@ -75,6 +75,7 @@ COPIES = [(Mesh(tp=4), 2), (Mesh(fsdp=2, tp=2), 1), (Mesh(tp=2), 2), (Mesh(tp=4)
 OF_COPIES = [(*case, bias) for case in COPIES for bias in (False, True)]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "kv_heads", "bias"), few(1, OF_COPIES, [" ".join(map(str, c)) for c in OF_COPIES]))
 def test_copies_of_kv_heads(mesh, kv_heads, bias):

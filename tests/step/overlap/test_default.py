@@ -37,7 +37,7 @@ def test_what_else_is_refused(given):
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["a module", *(pytest.param(way, marks=pytest.mark.slow) for way in ("a loop, each layer", "plain layers"))]
 )
@@ -101,6 +101,7 @@ def test_sixteen_layers_take_a_shard_and_four_layers(way):
     assert hides(found.graph.nodes)
 
 
+@pytest.mark.slow
 def test_the_limit_counts_what_is_measured():
     """The planned peak of an order is what the exact plan counts in it, with the copies that gloo sends from."""
     mesh = Mesh(fsdp=8)
@@ -185,6 +186,6 @@ def of_microbatches(rank):
         return all(same_bits(one, found[-1]) for one in found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_microbatches(ranks):
     assert ranks.run(of_microbatches, ranks=2) == [True, True]

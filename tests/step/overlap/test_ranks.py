@@ -83,7 +83,7 @@ def compared(rank, settings, backend, **options):
         return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [SETTINGS[1::2], pytest.param(SETTINGS[::2], marks=pytest.mark.slow)], ids=["default", "others"]
 )
@@ -112,6 +112,7 @@ def with_microbatches(rank, settings):
     return compared(rank, settings, "eager", microbatches=2)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_microbatches_give_the_same_bits(ranks):
     found = ranks.run(with_microbatches, [free(depth=2, separate_groups=True)], ranks=2)
@@ -160,7 +161,7 @@ def generated(rank, overlap, backend, make):
         return launches(graph), in_code(codes[-1], launched(graph)), equal, timeline(step, after, make(rank)[2](0))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "setting", "backend"),
     [
