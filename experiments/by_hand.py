@@ -25,6 +25,7 @@ class Config:
     mesh: Mesh = Mesh()
     folder: str = "runs/by_hand"
     steps: int = 500
+    batch_size: int = 16  # rows of a step, all ranks together
     dtype: str = "float32"
     backend: str = "inductor"
 
@@ -33,7 +34,8 @@ def describe(config):
     """The step, specs of its state, layouts of its batch."""
     mesh, axes = config.mesh, Axes(config.mesh)
     shapes = {"letters": (256, 16), "hidden": (8 * 16, 192), "head": (192, 256)}
-    specs = tree.specs(shapes, mesh, [(".*", ("fsdp",))], tree.Normal(0.1), getattr(torch, config.dtype))
+    how = {"dtype": getattr(torch, config.dtype), "strategy": DataParallel.hsdp()}  # over fsdp; copies over dp
+    specs = tree.specs(shapes, mesh, [(".*", ("fsdp",))], tree.Normal(0.1), **how)
     optimizer = optim.adamw(3e-3)
 
     def loss_fn(params, batch):
@@ -52,7 +54,7 @@ def describe(config):
         params, opt = optimizer.update(grads, state.opt, state.params)
         return step.State(state.step + 1, params, opt), {"loss": loss, "grad_norm": norm}
 
-    rows = DataParallel(axes.data).batch_layout((16, 64), torch.int64, mesh)
+    rows = DataParallel(axes.data).batch_layout((config.batch_size, 64), torch.int64, mesh)
     return step.Description(train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows})
 
 
@@ -63,7 +65,7 @@ def main(config):
     print(step.check(train_step, specs, rows))
     train_step = step.jit(train_step, donate=0, world=world, backend=config.backend)
     tokens, metrics = data.ByteTokenizer().encode(TEXT.read_text()), {}
-    batches = loop.own_rows(data.Batches(tokens, 16, 64, seed=0), described, world)
+    batches = loop.own_rows(data.Batches(tokens, config.batch_size, 64, seed=0), described, world)
     with checkpoint.Manager(config.folder, keep=2, world=world) as manager:
         begin, state = 0, None
         if manager.steps():

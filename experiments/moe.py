@@ -33,6 +33,7 @@ class Config:
     dim: int = field(128, resume="refused")
     layers: int = field(4, resume="refused")
     heads: int = field(4, resume="refused")
+    vocab_multiple: int = field(64, resume="refused", least=1)  # to which the vocabulary is rounded up: 66 for tp=3
     ffn_dim: int = field(384, resume="refused")  # of the dense model
     experts: int = field(8, resume="refused")
     top_k: int = field(2, resume="refused")  # experts of a token, each ffn_dim / top_k wide
@@ -63,6 +64,7 @@ def decoder(config: Config, kind: str, vocab_size: int) -> model.Decoder:
         kv_heads=config.heads,
         ffn_dim=config.ffn_dim,
         max_seq=config.seq_len,
+        vocab_multiple=config.vocab_multiple,
         tied=True,
         mlp=mlp,
     )

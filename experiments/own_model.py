@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fmegatron import data, loop, model, nn, optim, step, tree
 from fmegatron.collectives import Axes
-from fmegatron.layout import Mesh
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -30,6 +30,7 @@ class Config:
     dim: int = 128
     layers: int = 4
     heads: int = 4
+    vocab_multiple: int = 64  # to which the 256 bytes are rounded up: 66 for tp=3
     seq_len: int = 64
     focus: float = field(1.0, least=0)  # γ of the focal loss: 0 is the plain one
     batch_size: int = 32
@@ -68,10 +69,9 @@ def decoder(config):
     """(specs, loss_fn) on the mesh of the config."""
     axes, dtype = Axes(config.mesh), getattr(torch, config.dtype)
     block = (model.Part("retention", Retention(config.heads)),)
-    of = model.Decoder(
-        256, config.dim, (block,) * config.layers, config.seq_len, param_dtype=dtype, compute_dtype=dtype
-    )
-    specs = model.specs(of, config.mesh)
+    how = {"vocab_multiple": config.vocab_multiple, "param_dtype": dtype, "compute_dtype": dtype}
+    of = model.Decoder(256, config.dim, (block,) * config.layers, config.seq_len, **how)
+    specs = model.specs(of, config.mesh, strategy=DataParallel.hsdp())
 
     def loss_fn(params, batch):
         logits_BSV = model.logits(params, batch["tokens"], of, axes, save="mincut")

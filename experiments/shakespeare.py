@@ -26,6 +26,7 @@ class Config:  # what this experiment varies; how it runs (folder, steps, seed, 
     dim: int = field(192, resume="refused")
     layers: int = field(4, resume="refused")
     heads: int = field(6, resume="refused")
+    multiple: int = field(1, resume="refused", least=1)  # of the MLP and the vocabulary: 3 for tp=3 and tp=6
     seq_len: int = field(128, resume="refused")
     batch_size: int = field(16, resume="refused", least=1)  # sequences per step, all ranks together
     microbatches: int = field(1, resume="named", least=1)  # of each rank, one after the other, in a step
@@ -37,16 +38,17 @@ class Config:  # what this experiment varies; how it runs (folder, steps, seed, 
     sample: int = field(120, resume="free", least=0)  # characters of each
 
     def __post_init__(self):
-        loop.check(self)
-        decoder(self, vocab_size=1), rate(self)
-        lengths = sorted({len(prompt) for prompt in self.prompts})
-        if lengths and not 1 <= lengths[0] == lengths[-1] < self.seq_len:
+        loop.check(self), decoder(self, vocab_size=1), rate(self)
+        if (lengths := sorted({len(text) for text in self.prompts})) and not 1 <= lengths[0] == lengths[
+            -1
+        ] < self.seq_len:
             raise ValueError(f"Config.prompts: got lengths {lengths}, wanted one length of 1 to {self.seq_len - 1}")
 
 
 def decoder(of, vocab_size):
     sizes = {"dim": of.dim, "layers": of.layers, "heads": of.heads, "kv_heads": of.heads, "max_seq": of.seq_len}
-    return model.llama(vocab_size, **sizes, ffn_dim=of.dim * 8 // 3, tied=True)
+    multiples = {"ffn_dim": of.dim * 8 // 3 // of.multiple * of.multiple, "vocab_multiple": 64 * of.multiple}
+    return model.llama(vocab_size, **sizes, **multiples, tied=True)
 
 
 def rate(config):

@@ -105,9 +105,11 @@ def at_rest(
         names = tuple(name for name in layout.axes(dim) if name not in pads)
         ways = layout.mesh.extent(names)
         if any(piece % ways for piece in pieces):
+            pads = "give strategy=DataParallel.hsdp(), or another, which pads at rest; or "
+            pads = pads if strategy is None and set(names) <= set(data_parallel.DATA_AXES) else ""
             raise ValueError(
                 f"{path}: got dim {dim} of size {' + '.join(map(str, pieces))}, wanted a multiple of {ways} "
-                f"({'·'.join(names)} of the mesh {layout.mesh}); change size or mesh, or the rule"
+                f"({'·'.join(names)} of the mesh {layout.mesh}); {pads}change size or mesh, or the rule"
             )
     return layout
 
