@@ -39,7 +39,7 @@ class Config:
     batch_size: int = field(8, resume="refused", least=1)
     lr: float = field(1e-5, resume="named", above=0)
     precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
-    memory: Literal["device", "host"] = field("device", resume="free")  # of moments and masters
+    memory: Literal["device", "host", "host-update"] = field("device", resume="free")  # of moments and masters
     sequence_parallel: bool = field(True, resume="named")  # over tp
     dropout: bool = field(False, resume="named")  # whether the rates in config.json count (GPT-2's are 0.1)
 

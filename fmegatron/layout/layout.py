@@ -27,7 +27,7 @@ from fmegatron.layout.split import (
     segments,
 )
 
-MEMORIES = ("device", "host")
+MEMORIES = ("device", "host", "host-update")
 
 
 class Label:
@@ -70,7 +70,8 @@ class Layout:
     ranges from dim 1 are ranges of each layer, and the local tensor is [L, range].  padded: where ranks do not divide,
     every local tensor has the room of the largest, so that all ranks have one shape (but for dims cut by sizes). Behind
     the true elements of each chunk (of each interleaved part, of a range) then is padding: zeros, which are in no box
-    and no file. False where all divides.
+    and no file. False where all divides.  memory: where arrays rest, "device", "host", or "host-update", on the host
+    and updated there: see `step.state_specs`.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim,
     ranges from a dim that is not there.
@@ -161,6 +162,11 @@ class Layout:
             yield f"dim {dim}", self.axes(dim)
         yield "flat", self.flat
         yield "unreduced", self.unreduced
+
+    @property
+    def on_host(self) -> bool:
+        """Whether arrays are in host memory; with the memory "host-update" they are updated there as well."""
+        return self.memory != "device"
 
     @property
     def _values(self) -> tuple:

@@ -83,7 +83,7 @@ def one_line(layout) -> str:
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
     flat += f" from dim {layout.flat_from}" if layout.flat_from else ""
     unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
-    rest = f"{' padded' if layout.padded else ''}{' host' if layout.memory == 'host' else ''}"
+    rest = f"{' padded' if layout.padded else ''}{f' {layout.memory}' if layout.on_host else ''}"
     return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{rest} on {layout.mesh}"
 
 

@@ -146,7 +146,10 @@ def _state_parts(described: Description, memories: tuple[str, ...]) -> list[tupl
     named = {"of the state": state}
     if isinstance(state, State):
         named = {"of parameters": state.params, "of the optimizer's state": state.opt}
-    leaves = {name: [x for x in tree.leaves(part) if x.memory in memories] for name, part in named.items()}
+    leaves = {
+        name: [x for x in tree.leaves(part) if ("host" if x.on_host else "device") in memories]
+        for name, part in named.items()
+    }
     return [(name, sum(x.local_nbytes(0) for x in found)) for name, found in leaves.items() if found]
 
 

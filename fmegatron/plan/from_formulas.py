@@ -42,10 +42,12 @@ _INLINED = 4  # reads of a value that Inductor computes where it is used (its re
 class Quick:
     """What a step takes on one rank, by formulas.
 
-    state, batch: bytes at rest on the device; host: of the state in host memory. moments: name -> bytes above them;
-    transient: the largest. sent: bytes that the rank sends in a step, by axes. flops: of the rank's part of a step,
-    what is recomputed included; model_flops: without it. checkpoint: bytes of the whole state, written: this rank's
-    share of them. unknown: what no formula counts. seconds: of the processor, that the plan took. unknown_memory: those
+    state, batch: bytes at rest on the device; host: of the state in host memory; travels: what a step takes
+    there and back, each way: that state, or, where it is updated there, gradients and parameters. moments: name ->
+    bytes above state and batch; transient: the largest. sent: bytes that the rank sends in a step, by axes. flops: of
+    the rank's part of a step, what is recomputed included; model_flops: without it. checkpoint: bytes of the whole
+    state, written: this rank's share of them. unknown: what no formula counts. seconds: of the processor, that the plan
+    took. unknown_memory: those
     of `unknown` that take memory; where there are any, `peak` is a lower bound, which can show that a step does not fit
     and never that it does.
     """
@@ -66,6 +68,7 @@ class Quick:
     seconds: float = 0.0
     unknown_memory: tuple[str, ...] = ()
     host: int = 0
+    travels: int = 0
 
     @property
     def transient(self) -> int:
@@ -94,7 +97,7 @@ class Quick:
             "products": self.flops / rates.flops,
             "elementwise": self.elementwise_bytes / rates.memory,
             "optimizer": self.optimizer_bytes / rates.memory,
-            "state from and to the host": self.host / rates.host,
+            "state from and to the host": self.travels / rates.host,
         }
         for axes, sent in self.sent.items():
             parts[f"sent over {axes}"] = sent / rates.network + self.calls.get(axes, 0) * rates.latency
@@ -132,13 +135,15 @@ def quick(described: Description, *, overlap: Overlap | bool = True) -> Quick:
 def quick_of(setting: Setting, rank: int = 0) -> Quick:
     """`Quick` of a setting, on one of its ranks."""
     began = time.process_time()
-    state, on_host = (_bytes_in(memory, setting, rank) for memory in ("device", "host"))
+    state, on_host = (_bytes_in(memory, setting, rank) for memory in (("device",), ("host", "host-update")))
     batch = 2 * 8 * setting.rows * setting.microbatches * setting.length
     sent, calls, unknown = sent_by_axes(setting)
     moments, more = _moments(setting, rank)
     flops, model_flops = _flops(setting)
     whole = sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in tree.leaves(setting.state))
     params = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params))
+    updated_there = _bytes_in(("host-update",), setting, rank)
+    travels = on_host - updated_there + (params if updated_there else 0)
     # State read and written, gradients read for the norm and for the update.
     moved = 2 * (state + on_host) + 2 * params
     return Quick(
@@ -158,11 +163,12 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
         time.process_time() - began,
         more,
         on_host,
+        travels,
     )
 
 
-def _bytes_in(memory: str, setting: Setting, rank: int) -> int:
-    return sum(_nbytes(layout, rank) for layout in tree.leaves(setting.state) if layout.memory == memory)
+def _bytes_in(memory: tuple[str, ...], setting: Setting, rank: int) -> int:
+    return sum(_nbytes(layout, rank) for layout in tree.leaves(setting.state) if layout.memory in memory)
 
 
 def _nbytes(layout: Layout, rank: int, dtype: torch.dtype | None = None) -> int:
@@ -179,8 +185,8 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     sizes = dict(zip(tree.paths(placed.params), (_nbytes(x, rank) for x in tree.leaves(placed.params)), strict=True))
     grads, largest = sum(sizes.values()), max(sizes.values())
     late = sum(_nbytes(layout, rank) for layout in tree.leaves(placed.optim))
-    # Of state in host memory two buckets that were fetched, and what leaves one of them.
-    streamed = 3 * min(_bytes_in("host", setting, rank), Target.host_bytes)
+    # Of state in host memory that the device updates two buckets that were fetched, and what leaves one of them.
+    streamed = 3 * min(_bytes_in(("host",), setting, rank), Target.host_bytes)
     # Where new weights are gathered, one at a time.
     moments = {"optimizer": late + streamed + (largest if late < grads else 0)}
     if setting.decoder is None:

@@ -301,8 +301,8 @@ def _count(program: passes.Program, known: dict[str, Counted], label: str) -> Co
 
 
 def _streamed(update: Streamed) -> Counted:
-    """The memory of an update of leaves in host memory: of two buckets that were fetched, and of what leaves the one
-    that is updated."""
+    """The memory on the device of an update of leaves in host memory: of two buckets that were fetched, and of what
+    leaves the one that is updated; of those that are updated on the host none."""
     pieces = {key: counted(code.module, code.fakes, dict(update.how.patches), {}, "piece") for key, code in
               update.codes.items()}  # fmt: skip
     fetched = [sum(_fetched(update, piece) for piece in bucket) for bucket in update.table]
@@ -311,7 +311,7 @@ def _streamed(update: Streamed) -> Counted:
         live = sum(fetched[i : i + 2])
         for piece in bucket:
             code, at = update.codes.get((piece.part, piece.shape)), update.places[piece.part]
-            if code is None:
+            if code is None or update.parts[piece.part].on_host:
                 continue
             peak = max(peak, live + pieces[piece.part, piece.shape].peak)
             outs = nodes.items_of(code.module.graph.output_node().args[0])
@@ -323,7 +323,7 @@ def _streamed(update: Streamed) -> Counted:
 
 def _fetched(update: Streamed, piece: buckets.Piece) -> int:
     """Bytes of a piece that are fetched."""
-    fetched = update.parts[piece.part].fetched
+    fetched = () if update.parts[piece.part].on_host else update.parts[piece.part].fetched
     return math.prod(piece.shape) * sum(node.meta["val"].element_size() for node in fetched)
 
 
@@ -342,4 +342,4 @@ def _local(layout: Layout, rank: int) -> torch.Tensor:
 
 
 def _bytes(given: structure.Tree, rank: int, memory: str = "device") -> int:
-    return sum(x.local_nbytes(rank) for x in tree.leaves(_layouts(given)) if x.memory == memory)
+    return sum(x.local_nbytes(rank) for x in tree.leaves(_layouts(given)) if x.on_host == (memory == "host"))

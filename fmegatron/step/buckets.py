@@ -45,9 +45,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Places:
-    """Where a part finds what is fetched and what is given, where its outputs go, which of these are in host memory.
+    """Where a part finds what is fetched and what is given, where its outputs go, which of these are stored.
 
-    bytes_per_element: of what travels one way; of the ways the one that has more.
+    What is fetched travels to where the part is computed, and what is stored away from there; all else is there: see
+    `run`. bytes_per_element: of what travels one way; of the ways the one that has more.
     """
 
     fetched: tuple[Place, ...]
@@ -89,14 +90,14 @@ def cut_of(x: torch.Tensor, shape: Sequence[int], cut: Cut) -> torch.Tensor:
     return x
 
 
-def table(parts: Sequence[tuple[Sequence[int], int]], most: int) -> tuple[tuple[Piece, ...], ...]:
+def table(parts: Mapping[int, tuple[Sequence[int], int]], most: int) -> tuple[tuple[Piece, ...], ...]:
     """The buckets, each of pieces that have at most `most` bytes together, or of one piece.
 
-    parts: of each the shape of its leaves, and its bytes per element.
+    parts: by its number, of each the shape of its leaves, and its bytes per element.
     """
     found: list[list[Piece]] = []
     room = 0
-    for i, (shape, width) in enumerate(parts):
+    for i, (shape, width) in parts.items():
         for cut in cuts(shape, width, most):
             piece = Piece(i, cut, cut_shape(shape, cut))
             size = math.prod(piece.shape) * width
@@ -109,7 +110,7 @@ def table(parts: Sequence[tuple[Sequence[int], int]], most: int) -> tuple[tuple[
 
 
 class Copies(Protocol):
-    """How arrays travel between host and device, in one update."""
+    """How arrays travel to where is computed, the device (or the host), and away from there, in one update."""
 
     def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """Begin to copy arrays of the host -> memory of the device that has them once `arrived` has returned."""
@@ -133,11 +134,11 @@ class Copies(Protocol):
 
 
 class InOrder:
-    """Copies that are made at once."""
+    """Copies that are made at once, into contiguous memory."""
 
     def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of the arrays."""
-        return [x.clone() for x in sources]
+        return [x.clone(memory_format=torch.contiguous_format) for x in sources]
 
     def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each value."""
@@ -187,9 +188,46 @@ class OnStreams:
         self.down.synchronize()
 
 
-def copies_on(device: torch.device) -> Copies:
-    """How arrays travel to and from a device."""
-    return OnStreams(device) if device.type == "cuda" else InOrder()
+class ToHost:
+    """Copies for what the host computes: down from a device of CUDA into page-locked memory, and up again."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.up, self.down = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Copies`."""
+        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in sources]
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.down):
+            for y, x in zip(found, sources, strict=True):
+                y.copy_(x, non_blocking=True)
+        return found
+
+    def arrived(self) -> None:
+        """See `Copies`. The host computes next, so it waits."""
+        self.down.synchronize()
+
+    def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `Copies`. From page-locked memory, which torch does not give away before the copy is done."""
+        self.up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.up):
+            for into, x in pairs:
+                into.copy_(x.pin_memory(), non_blocking=True)
+
+    def left(self) -> None:
+        """Nothing to wait for: what travels is a copy in page-locked memory."""
+
+    def landed(self) -> None:
+        """See `Copies`. The device may read next what came up."""
+        self.down.synchronize()
+        self.up.synchronize()
+
+
+def copies_on(device: torch.device, host_computes: bool = False) -> Copies:
+    """How arrays travel between a device and the host, which computes or does not."""
+    if device.type != "cuda":
+        return InOrder()
+    return ToHost(device) if host_computes else OnStreams(device)
 
 
 def run(
@@ -200,11 +238,11 @@ def run(
     update: Callable[[Piece, list[torch.Tensor]], list[torch.Tensor]],
     copies: Copies,
 ) -> None:
-    """Update all pieces, bucket after bucket.
+    """Update all pieces, bucket after bucket, on the device or on the host, whichever `copies` bring things to.
 
     shapes, places: of the parts. arrays: lists by name, which hold what `places` name. update: a piece, and its tensors
-    (fetched, then given) -> its outputs, in memory that nobody writes before `left`. An output whose place is on the
-    device is written there at once.
+    (fetched, then given) -> its outputs, in memory that nobody writes before `left`. An output that is not stored
+    is written at once.
     """
 
     def pieces_of(piece: Piece, at: Sequence[Place]) -> list[torch.Tensor]:
@@ -227,8 +265,8 @@ def run(
                 tensors = [next(here) for _ in at.fetched] + pieces_of(piece, at.given)
                 results = update(piece, tensors)
                 del tensors
-                for into, x, on_host in zip(pieces_of(piece, at.outs), results, at.stored, strict=True):
-                    if on_host:
+                for into, x, stored in zip(pieces_of(piece, at.outs), results, at.stored, strict=True):
+                    if stored:
                         leaving.append((into, x))
                     else:
                         into.copy_(x)

@@ -413,7 +413,8 @@ def jit(
         overlap: how communication is ordered so that it runs beside computation, within a limit of memory (`Overlap`);
             True: `Overlap()`. False: the order of the graph. Without ranks there is nothing to order.
         host_bytes: of state in host memory (`state_specs(..., memory="host")`) that travels to the device together; up
-            to three times so many bytes are there at a time. A piece of a leaf has one element or more.
+            to three times so many bytes are there at a time. A piece of a leaf has one element or more. Of gradients on
+            their way to the host where that updates ("host-update").
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
     Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.

@@ -37,13 +37,16 @@ def from_host(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 def fetched(state: structure.Tree, after: torch.Tensor) -> structure.Tree:
     """A tree of arrays, of which those in host memory (by their layouts) are on the device of `after`, once that
-    exists."""
+    exists. What a step computes of one of the memory "host-update", element by element, is computed on the host, and
+    it is not copied: `step.streamed`."""
 
     def one(x: torch.Tensor) -> torch.Tensor:
         layout = labels.layout_of(x)
         if layout is None or layout.memory == "device":
             return x
-        return labels.labelled(from_host(x, after), layout.replace(memory="device"))
+        there = layout.memory == "host-update"
+        y = torch.ops.fmegatron_step.from_host(x, after, True) if there else from_host(x, after)
+        return labels.labelled(y, layout.replace(memory="device"))
 
     return tree.map(one, state)
 
@@ -78,19 +81,22 @@ def _to_host(x, after):
     return _empty(x, torch.device("cpu"), pin_memory=x.is_cuda).copy_(x, non_blocking=x.is_cuda)
 
 
-def _from_host(x, after):
+def _from_host(x, after, there=False):
+    del there  # it tells the pass "stream" where to compute
     return _empty(x, after.device).copy_(x, non_blocking=after.is_cuda)
 
 
 def _define_ops():
     library = torch.library.Library("fmegatron_step", "FRAGMENT")
     library.define("to_host(Tensor x, Tensor after) -> Tensor")
-    library.define("from_host(Tensor x, Tensor after) -> Tensor")
+    library.define("from_host(Tensor x, Tensor after, bool there=False) -> Tensor")
     library.impl("to_host", _to_host, "CompositeExplicitAutograd")
     library.impl("from_host", _from_host, "CompositeExplicitAutograd")
     # Fake implementations and not Meta kernels: those give the result the device of the argument.
     torch.library.register_fake("fmegatron_step::to_host", lambda x, after: _empty(x, torch.device("cpu")), lib=library)
-    torch.library.register_fake("fmegatron_step::from_host", lambda x, after: _empty(x, after.device), lib=library)
+    torch.library.register_fake(
+        "fmegatron_step::from_host", lambda x, after, there=False: _empty(x, after.device), lib=library
+    )
     return library
 
 

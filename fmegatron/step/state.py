@@ -170,7 +170,8 @@ def state_specs(
     the state at step 0 of parameters that are known already.
     strategy: how the optimizer's state is sharded beyond the parameters; None: as the specs state (`tree.specs(...,
     strategy=)`), and exactly as the parameters are where they state none. All specs of the state know it.
-    memory: where the optimizer's state is at rest, "device" or "host", or (pattern, memory) rows, of which the first
+    memory: where the optimizer's state is at rest: "device", "host", or "host-update", in host memory and updated there
+    too (by gradients that travel down, as the parameters travel up); or (pattern, memory) rows, of which the first
     that matches full segments of a leaf's path decides, and "device" where none does: [("adam|master", "host")].
     Arrays without dims are on the device whatever is said. A step fetches what is in host memory and stores it again.
     Raises ValueError for an optimizer that is none, for another strategy than that of the specs, for an unknown memory,

@@ -5,6 +5,9 @@ between the two element by element, as most optimizers' updates are, is taken ou
 that computes it for one bucket of pieces after the other (`step.buckets`). Of a leaf whose update is not element by
 element (a product of matrices, a norm of the leaf) the whole is fetched where it is read, and its new value stored by
 the same node, in pieces.
+
+Of leaves that are updated on the host (memory "host-update") the same node computes a piece there: what it is given
+travels down (gradients), what is to be on the device travels up (parameters), and the leaves stay where they are.
 """
 
 from __future__ import annotations
@@ -52,23 +55,44 @@ class Part:
     outs: tuple[fx.Node, ...]
 
     @property
+    def on_host(self) -> bool:
+        """Whether the host computes it: where all that it fetches is of leaves that are updated there."""
+        return bool(self.fetched) and all(node.args[2:] == (True,) for node in self.fetched)
+
+    @property
+    def travels(self) -> tuple[fx.Node, ...]:
+        """What comes to where it is computed."""
+        return self.given if self.on_host else self.fetched
+
+    @property
+    def there(self) -> tuple[fx.Node, ...]:
+        """What else is read."""
+        return self.fetched if self.on_host else self.given
+
+    @property
     def computed(self) -> list[fx.Node]:
         """The nodes that compute."""
         return [node for node in self.nodes if node not in self.fetched]
 
     def piece(self, cut: buckets.Cut, fake_mode: Any) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-        """(the graph of one piece, its arguments: what is fetched, then what is given)."""
+        """(the graph of one piece, its arguments: what travels, then what is there)."""
         graph, made, fakes = fx.Graph(), {}, []
+        host = torch.device("cpu")
         with outside_of_tracing(), fake_mode:
-            for node in (*self.fetched, *self.given):
+            for node in (*self.travels, *self.there):
                 value = buckets.cut_of(node.meta["val"], self.shape, cut)
-                if node in self.fetched:  # it arrives in memory of its own
-                    value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                device = host if self.on_host else value.device
+                if node in self.travels:  # it arrives in memory of its own
+                    value = torch.empty(value.shape, dtype=value.dtype, device=device)
+                elif value.device != device:
+                    value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
                 made[node] = graph.placeholder(f"arg{len(fakes)}_1")
                 made[node].meta["val"] = value
                 fakes.append(value)
             for node in self.computed:
                 copy = made[node] = graph.node_copy(node, lambda n: made[n])
+                if self.on_host and "device" in copy.kwargs:  # of a cast
+                    copy.kwargs = {**copy.kwargs, "device": host}
                 values = fx.map_arg((copy.args, dict(copy.kwargs)), lambda n: n.meta["val"])
                 assert isinstance(node.target, Op), "`_is_elementwise` has looked"
                 copy.meta["val"] = node.target(*values[0], **values[1])
@@ -110,7 +134,8 @@ class Rooms:
 class Streamed:
     """What the node runs that updates leaves in host memory, and the operator that stands for it.
 
-    parts: what is computed. places: of each, where it finds and puts its arrays. table: their pieces, in buckets.
+    parts: what is computed. places: of each, where it finds and puts its arrays. table: their pieces, in buckets,
+    `on_device`, which the device updates, then `on_host`.
     codes: (number of a part, shape of a piece) -> what computes it. counts: of arrays that are written in place, of new
     ones that are written too, and of what is read; it is given them in this order. device: on which it computes. rooms:
     of what is new. how: backend and settings.
@@ -128,7 +153,12 @@ class Streamed:
         self.parts, self.places, self.counts, self.how = parts, places, counts, how
         self.device = next(x.meta["val"].device for part in parts for x in (*part.nodes, *part.given))
         sizes = [(part.shape, at.bytes_per_element) for part, at in zip(parts, places, strict=True)]
-        self.table = buckets.table(sizes, how.host_bytes)
+        tables = [
+            buckets.table({i: sizes[i] for i, part in enumerate(parts) if part.on_host is on_host}, how.host_bytes)
+            for on_host in (False, True)
+        ]
+        self.on_device, self.on_host = tables
+        self.table = (*self.on_device, *self.on_host)
         self.codes: dict[tuple[int, tuple[int, ...]], Code] = {}
         alike: dict[str, Code] = {}
         for piece in (piece for bucket in self.table for piece in bucket):
@@ -154,14 +184,14 @@ class Streamed:
 
     def run(self, *tensors: torch.Tensor) -> None:
         """Update all leaves."""
-        self.run_with(buckets.copies_on(self.device), tensors)
-
-    def run_with(self, copies: buckets.Copies, tensors: Sequence[torch.Tensor]) -> None:
-        """`run` with another way between the memories."""
         self.compile()
         rest = iter(tensors)
         arrays = {name: [*itertools.islice(rest, n)] for name, n in zip(buckets.ARRAYS, self.counts, strict=True)}
-        buckets.run(self.table, [part.shape for part in self.parts], self.places, arrays, self._update, copies)
+        shapes = [part.shape for part in self.parts]
+        for table, host_computes in ((self.on_device, False), (self.on_host, True)):
+            if table:
+                copies = buckets.copies_on(self.device, host_computes)
+                buckets.run(table, shapes, self.places, arrays, self._update, copies)
 
     def _update(self, piece: buckets.Piece, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         code = self.codes.get((piece.part, piece.shape))
@@ -280,12 +310,13 @@ def _replace(
             if source not in where:
                 where[source] = ("given", len(given))
                 given.append(source)
-        up = sum(x.meta["val"].element_size() for x in fetched)
-        down = sum(value.meta["val"].element_size() for value, _, stored in ends if stored)
-        at = tuple(place for _, place, _ in ends), tuple(stored for *_, stored in ends)
-        places.append(
-            buckets.Places(tuple(where[x] for x in fetched), tuple(where[x] for x in part.given), *at, max(up, down))
-        )
+        here = [where[x] for x in part.given], [where[x] for x in fetched]
+        travels, there = here if part.on_host else here[::-1]
+        leaves = [stored is not part.on_host for *_, stored in ends]
+        come = sum(x.meta["val"].element_size() for x in part.travels if x.meta["val"].shape == part.shape)
+        go = sum(value.meta["val"].element_size() for (value, *_), leave in zip(ends, leaves, strict=True) if leave)
+        at = tuple(place for _, place, _ in ends), tuple(leaves)
+        places.append(buckets.Places(tuple(travels), tuple(there), *at, max(come, go, 1)))
     made = [meta_of(x.meta["val"]) for x in new]
     run = Streamed([part for part, *_ in found], places, (len(wholes), len(new), len(given)), made, how, mode)
     _insert(graph, outs, run, [*wholes], given, [x.meta["val"] for x in new], renewed, read)

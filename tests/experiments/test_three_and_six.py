@@ -28,6 +28,7 @@ def test_it_starts(name):
         of.describe(of.Config(mesh=mesh, **rows))
 
 
+@pytest.mark.long
 def test_columns_of_a_padded_vocabulary_count_in_no_loss():
     """Label smoothing adds up all columns of the logits; those behind the bytes are minus infinity under tp."""
     sizes = {"dim": 12, "heads": 3, "layers": 1, "seq_len": 6, "window": 3, "batch_size": 2, "vocab_multiple": 66}

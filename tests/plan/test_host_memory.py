@@ -39,6 +39,11 @@ def test_8b_on_one_card():
     assert 12 * on_host.state / 2 == pytest.approx(on_host.host, rel=1e-6)  # moments and master of each 2 bytes
     assert "in host memory" in str(on_host) and "in host memory" not in str(on_device)
     assert on_host.step_seconds()["state from and to the host"] == on_host.host / 5e10
+    there = plan.quick(
+        described("host-update", Mesh(), 4096, **LLAMA_8B)
+    )  # gradients down, parameters up: 2 bytes each
+    assert there.host == on_host.host and there.peak <= on_host.peak
+    assert there.travels == pytest.approx(on_host.host / 6, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -46,7 +51,7 @@ def test_8b_on_one_card():
 def test_counted():
     """The exact plan: what is on the host is not on the device, and buckets are what the update takes there."""
     counted = {}
-    for memory in ("device", "host"):
+    for memory in ("device", "host", "host-update"):
         of = small(memory)
         counted[memory] = plan.exact(of.function, of.state, of.batch, Mesh(), host_bytes=1 << 18)
     on_device, on_host = counted["device"], counted["host"]
@@ -54,10 +59,14 @@ def test_counted():
     sizes = [x.nbytes for x in tree.leaves(tree.layouts(small("host").state)) if x.memory == "host"]
     assert sum(sizes) == on_host.host
     assert on_host.peak < on_device.peak
+    there = counted["host-update"]
+    assert (there.state, there.host) == (on_host.state, on_host.host) and there.peak <= on_host.peak
+    assert not any(held.name == "buckets" and held.nbytes for held in there.held)
     bucket = 1 << 18
     assert (
         on_host.phases["end"] <= on_device.phases["end"] + 4 * bucket
     )  # two that were fetched, one of results, copies
+    of = small("host")
     whole = plan.exact(of.function, of.state, of.batch, Mesh())
     assert whole.transient > on_host.transient  # one bucket has it all
 

@@ -199,14 +199,16 @@ SWAPS = {
 
 @pytest.mark.parametrize("name", SWAPS)
 @pytest.mark.parametrize("donate", [0, None])
-@pytest.mark.parametrize("copies", [Late, Early, buckets.InOrder])
-def test_leaves_that_read_each_other(monkeypatch, name, donate, copies):
+@pytest.mark.parametrize(
+    ("memory", "copies"), [("host", Late), ("host", Early), ("host", buckets.InOrder), ("host-update", Late)]
+)
+def test_leaves_that_read_each_other(monkeypatch, name, donate, memory, copies):
     """Each old value is read before it is overwritten, whatever becomes of it."""
     if copies is Early and (donate is None or name in ("unchanged", "one of them", "new", "a sum of the leaf")):
         return  # a leaf that is read and not written keeps its value, which these copies take away
-    monkeypatch.setattr(buckets, "copies_on", lambda device: copies())
+    monkeypatch.setattr(buckets, "copies_on", lambda device, host_computes: copies())
     values = [torch.arange(12.0).view(3, 4) + 1, torch.ones(3, 4)]
-    place = Layout((3, 4), torch.float32, ONE, memory="host")
+    place = Layout((3, 4), torch.float32, ONE, memory=memory)
     state = tuple(tree.place(x.clone(), place) for x in values)
 
     def fn(state, w):
@@ -236,6 +238,43 @@ def test_parameters_are_written_in_place_too():
     assert not [n for n in run.graph("stream").nodes if n.target is fetches]
     whole = max(math.prod(piece.shape) for bucket in entry_of(node).table for piece in bucket)
     assert whole * 12 <= 700
+
+
+# ---- updated on the host --------------------------------------------------------------------------------------------
+def updated(monkeypatch, memory, optimizer):
+    """(state after an update, what the node runs, who computed), with copies as late as may be."""
+    computed = []
+    monkeypatch.setattr(buckets, "copies_on", lambda device, host: computed.append(host) or Late())
+    state, _, run = trained(optimizer, memory, count=1)
+    (node,) = node_of(run)
+    return state, entry_of(node), computed
+
+
+def test_the_host_updates(monkeypatch):
+    """Gradients travel, and parameters; moments and masters stay where they are."""
+    state, run, computed = updated(monkeypatch, "host-update", optim.adamw(1e-2))
+    assert_same(on_device(1), state)
+    assert computed == [True] and run.table == run.on_host
+    assert {memory_of(x) for x in tree.leaves(state.opt) if x.dim()} == {"host-update"}
+    for part, at in zip(run.parts, run.places, strict=True):
+        travels = {x.meta["val"].dtype for x in part.travels if x.meta["val"].dim()}
+        assert travels == {torch.bfloat16} and sum(at.stored) == 1 and len(at.outs) == 4
+
+
+def test_who_updates_what_is_in_both(monkeypatch):
+    """The host what is all its own; the device a leaf of which a moment is to be fetched."""
+    state, run, computed = updated(monkeypatch, [("adam/m", "host-update"), (".*", "host")], optim.adamw(1e-2))
+    assert computed == [False] and not run.on_host
+    assert_same(on_device(1), state)
+    rows = [("adam/.*/head|master/head", "host"), (".*", "host-update")]
+    state, run, computed = updated(monkeypatch, rows, optim.adamw(1e-2))
+    assert computed == [False, True]
+    assert_same(on_device(1), state)
+
+
+def test_what_is_not_element_by_element_is_updated_on_the_device(monkeypatch):
+    state, *_ = updated(monkeypatch, "host-update", optim.muon(1e-2))
+    assert_same(trained(optim.muon(1e-2), "device", count=1)[0], state)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------
@@ -273,7 +312,7 @@ def of_rank(rank, mesh, host_bytes):
     """On a gloo rank: sums over the states of two runs under ZeRO-3 that differ in the memory alone."""
     out, world = [], connect(mesh)
     config = tiny.config_with(torch.float32)
-    for memory in ("device", "host"):
+    for memory in ("device", "host", "host-update"):
         run, specs = made(optim.adamw(1e-2), memory, world.mesh, DataParallel.named("zero3"), config)
         run = jit(run, donate=0, world=world, backend="eager", host_bytes=host_bytes)
         state = tree.init(specs, 0, world.rank, world.device)
@@ -287,14 +326,14 @@ def of_rank(rank, mesh, host_bytes):
 
 @pytest.mark.slow
 def test_gloo_ranks(ranks):
-    for on_device, on_host in ranks.run(of_rank, Mesh(fsdp=2), 700, ranks=2):
-        assert on_device == on_host
+    for on_device, *others in ranks.run(of_rank, Mesh(fsdp=2), 700, ranks=2):
+        assert others == [on_device] * 2
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
-def with_copies(monkeypatch, copies, host_bytes=700, count=2):
-    monkeypatch.setattr(buckets, "copies_on", lambda device: copies)
-    return trained(optim.adamw(1e-2), "host", count=count, host_bytes=host_bytes)[0]
+def with_copies(monkeypatch, copies, host_bytes=700, count=2, memory="host"):
+    monkeypatch.setattr(buckets, "copies_on", lambda device, host_computes: copies)
+    return trained(optim.adamw(1e-2), memory, count=count, host_bytes=host_bytes)[0]
 
 
 @pytest.mark.long
@@ -315,8 +354,9 @@ def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
     assert rounds[-1] == ["arrived", "left", "store"]
 
 
+@pytest.mark.parametrize("memory", ["host", "host-update"])
 @pytest.mark.parametrize("mistake", ["arrived", "left"])
-def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake):
+def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake, memory):
     """The fakes catch what they are there for: a piece that is computed with before it arrived, memory of a value that
     is taken before it left."""
     copies = Late()
@@ -327,8 +367,8 @@ def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake):
             x.fill_(torch.nan)
 
     monkeypatch.setattr(copies, *(("arrived", lambda: None) if mistake == "arrived" else ("store", taken)))
-    state = with_copies(monkeypatch, copies, count=1)
-    assert any(x.isnan().any() for x in tree.leaves(state.opt) if x.is_floating_point())
+    state = with_copies(monkeypatch, copies, count=1, memory=memory)
+    assert any(x.isnan().any() for x in tree.leaves(state) if x.is_floating_point())
 
 
 def test_nothing_travels_when_an_update_fails(monkeypatch):
@@ -353,18 +393,19 @@ def test_pieces_cover_an_array_once(shape, most):
 
 
 # ---- CUDA, on paper --------------------------------------------------------------------------------------------------
-def test_devices_on_paper():
+@pytest.mark.parametrize(("memory", "where"), [("host", "cuda"), ("host-update", "cpu")])
+def test_devices_on_paper(memory, where):
     """What the update of a trace of CUDA tensors with leaves on the host becomes, on a machine that may have no GPU."""
     optimizer = optim.adamw(1e-2)
     params = tree.specs({"w": (4, 4), "stack": (3, 4, 4)}, ONE, dtype=torch.bfloat16)
-    specs = step.state_specs(params, optimizer, memory="host")
+    specs = step.state_specs(params, optimizer, memory=memory)
 
     def update(state, grads):
         new, opt = optimizer.update(grads, offload.fetched(state.opt, state.step), state.params)
         return step.State(state.step + 1, new, offload.stored(opt, state.opt))
 
     def leaf(spec):
-        on = "cpu" if spec.layout.memory == "host" else "cuda"
+        on = "cpu" if spec.layout.on_host else "cuda"
         return tree.place(torch.empty(spec.shape, dtype=spec.dtype, device=on), spec.layout)
 
     with FakeTensorMode():
@@ -375,7 +416,7 @@ def test_devices_on_paper():
     )
     (found,) = [entry_of(n) for n in module.graph.nodes if isinstance(entry_of(n), Streamed)]
     assert found.device.type == "cuda" and found.counts[:2] == (8, 0)
-    assert found.codes and all(x.device.type == "cuda" for code in found.codes.values() for x in code.fakes)
+    assert found.codes and all(x.device.type == where for code in found.codes.values() for x in code.fakes)
 
 
 # ---- what is said of mistakes ----------------------------------------------------------------------------------------
@@ -440,17 +481,17 @@ def test_check_passes_what_is_right():
     assert step.check(right, (layout("host"), layout("device")), layout("device")).ok
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_check_passes_the_step(strategy):
+@pytest.mark.parametrize(("strategy", "memory"), [("zero1", "host"), ("zero3", "host-update")])
+def test_check_passes_the_step(strategy, memory):
     mesh, by = Mesh(fsdp=2, tp=2), DataParallel.named(strategy)
-    run, specs = made(optim.adamw(1e-2), "host", mesh, by)
+    run, specs = made(optim.adamw(1e-2), memory, mesh, by)
     rows = by.batch_layout((4, CONFIG.max_seq), torch.int64, mesh)
     assert step.check(run, specs, {"tokens": rows, "labels": rows}).ok
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 @pytest.mark.long
-@pytest.mark.parametrize("memories", [("host", "device"), ("device", "host"), ("host", "host")])
+@pytest.mark.parametrize("memories", [("host", "device"), ("device", "host-update"), ("host", "host")])
 def test_a_run_goes_on_in_another_memory(tmp_path, memories):
     state = on_device(2) if memories[0] == "device" else trained(optim.adamw(1e-2), "host", count=2)[0]
     checkpoint.save(tmp_path / "at_2", state)

@@ -36,15 +36,19 @@ def mixed(
     for node in graph.nodes:
         if node.op == "placeholder":
             layout = next(inputs)
-            memory[node] = None if layout is None else layout.memory
+            memory[node] = None if layout is None else _place_of(layout)
         elif node.op == "output":
             for source, layout, path in zip(node.args[0], wanted, paths, strict=True):
-                if isinstance(layout, Layout) and memory[source] not in (None, layout.memory):
-                    what = f"the output {path} is in {memory[source]} memory, its layout says {layout.memory}"
+                if isinstance(layout, Layout) and memory[source] not in (None, _place_of(layout)):
+                    what = f"the output {path} is in {memory[source]} memory, its layout says {_place_of(layout)}"
                     found.append(Finding(_line(source), _op(source), "", what, _FETCH))
         else:
             memory[node] = _of(node, memory, found)
     return found
+
+
+def _place_of(layout: Layout) -> str:
+    return "host" if layout.on_host else "device"
 
 
 def _of(node: torch.fx.Node, memory: dict[torch.fx.Node, str | None], found: list[Finding]) -> str | None:
