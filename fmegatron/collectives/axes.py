@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
 import optree
 
+from fmegatron.collectives.rank_counts import RankCount
 from fmegatron.layout import Mesh, data_parallel
 from fmegatron.tree import checks, structure, torch_private
 
@@ -22,7 +25,8 @@ class Axis:
     """One axis, or several joined (major first), without the axes of size 1. Made by `Axes`.
 
     names: the axes of size > 1 that it stands for; empty when every collective over it is the identity.
-    size: number of ranks along it. mesh: that it belongs to; symbolic collectives carry its fingerprint into the graph.
+    size: number of ranks along it, which knows that it is that (`rank_counts`). mesh: that it belongs to; symbolic
+    collectives carry its fingerprint into the graph.
     world: None for the symbolic binding. sizes: number of ranks along each of `names`.
     """
 
@@ -35,7 +39,7 @@ class Axis:
     def only(self, names: tuple[str, ...]) -> Axis:
         """The axis of some of its names, in the order given."""
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
-        return replace(self, names=tuple(names), size=math.prod(sizes), sizes=sizes)
+        return replace(self, names=tuple(names), size=_count(names, sizes), sizes=sizes)
 
     def require(self, layouts: structure.Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of this axis."""
@@ -43,6 +47,11 @@ class Axis:
 
     def __str__(self) -> str:
         return "+".join(self.names) or "(size 1)"
+
+
+def _count(names: Sequence[str], sizes: Sequence[int]) -> int:
+    number = math.prod(sizes)
+    return RankCount(number, tuple((name, Fraction(1)) for name in sorted(names))) if names else number
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Axes:
             raise ValueError(f"axes: got {names}, wanted each axis once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
         sizes = tuple(self.mesh[name] for name in kept)
-        return Axis(kept, math.prod(sizes), self.mesh, self.world, sizes)
+        return Axis(kept, _count(kept, sizes), self.mesh, self.world, sizes)
 
     @property
     def sequence(self) -> Axis:

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
-from fmegatron.collectives import kinds
+from fmegatron.collectives import kinds, rank_counts
 from fmegatron.collectives.known_ranks import Recorded, recorded_mesh
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import layout, notation
@@ -214,7 +214,7 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
 _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
-_AS_OF = "fmegatron_line"
+_AS_OF, _OF_RANKS, _OF_TORCH = "fmegatron_line", "fmegatron_ranks", "fmegatron_sizes"
 
 
 def as_of(line: str) -> contextlib.AbstractContextManager:
@@ -267,8 +267,15 @@ class _Copies(TorchFunctionMode):
                 f"{line_here()}: got a shallow copy or a pickle of a tensor (copy.copy, pickle, torch.save), wanted "
                 "none, as while a step is traced a tensor has no values; x.clone() copies one"
             )
+        over = next((over for a in (*args, *(kwargs or {}).values()) if (over := rank_counts.of_ranks(a))), None)
+        noted = contextlib.nullcontext() if over is None else fx_traceback.annotate({_OF_RANKS: over})
+        if func is torch.nn.functional.kl_div and (kwargs or {}).get("reduction") == "batchmean":
+            noted = fx_traceback.annotate({_OF_TORCH: "rows"})
+        elif func is torch.functional.einsum:
+            noted = fx_traceback.annotate({_OF_TORCH: "ones"})
         try:
-            made = func(*args, **(kwargs or {}))
+            with noted:
+                made = func(*args, **(kwargs or {}))
             if isinstance(made, torch.Tensor) and made.dim() and _is_made_here(func, args, kwargs or {}):
                 self.made_here.append(line_here())
             return made
@@ -288,8 +295,11 @@ def _is_made_here(func, args, kwargs) -> bool:
 
 
 def _set_lines(graph_module) -> None:
-    """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)"."""
-    forward_line = {}
+    """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)".
+    meta["ranks"]: {axis: power} of the number of ranks that its number is, or that of its forward. meta["sizes"]: what
+    is known of sizes that torch took itself: "rows", it divides by those that it was given; "ones", dims of size 1 that
+    its views add have it on any number of ranks."""
+    forward_line, of_forward = {}, {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
@@ -297,10 +307,13 @@ def _set_lines(graph_module) -> None:
         of_backward = trace_text == _BACKWARD or bool(node.meta.get("is_gradient_acc"))
         node.meta["backward"] = of_backward
         stated = node.meta.get("custom", {}).get(_AS_OF)
+        custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr", -1)
+        known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH)}
+        known = of_forward.get(number, {}) if of_backward else (of_forward.setdefault(number, known), known)[1]
+        node.meta.update((key, one) for key, one in known.items() if one is not None)
         if stated is not None:
             node.meta["at"] = stated
         elif of_backward:
-            number = node.meta.get("seq_nr", -1)
             # An autograd.Function that calls another one inside has no op of its own number, but of the next ones.
             line = next((forward_line[number + i] for i in range(4) if number + i in forward_line), None)
             if line is None:

@@ -20,7 +20,7 @@ RIGHT = [(module, of) for module in (norms, losses, metrics, experts, updates, s
 WRONG = [(module, mutant) for module, mutants in LISTS for mutant in mutants]
 # Right, and beyond the rules: what makes them right is an order, a choice or a number that types do not tell.
 OPEN = frozenset(
-    "average_of_local_means vocabulary_gathered vocabulary_of_parts penalties vocabulary_argmax"
+    "average_of_local_means vocabulary_gathered vocabulary_of_parts vocabulary_argmax"
     " vocabulary_argmax_of_gathered top_of_tops soft_mixture_of_shards sorted_by_expert slots_by_cumsum exchanged"
     " rows_of_batch_one_by_one".split()
 )

@@ -12,7 +12,6 @@ from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.dims import NOWHERE, UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
 from fmegatron.step.checker.marks import excess_after, pending_after, strongest
 from fmegatron.step.checker.values import (
-    NOTHING,
     Excess,
     First,
     Mark,
@@ -54,7 +53,7 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
         return filled([size_of(dim) for dim in dims], 0)
     terms = _are_terms(node, kind, values)
     folded = any([atom.fold for dim in dims for atom in dim])
-    portion = portions(values, kind in ("same", "beside"), kind == "sum") if kind in _LINEAR else NOTHING
+    portion = portions(kind, values)
     twice = on_two_dims(dims)
     if not (clash or counted or unclear or folded or twice) and all([v.settled for v in values]):
         return Value(tuple(dims), equal_terms=terms, portion=portion)
@@ -263,7 +262,7 @@ def contraction(scope: Scope, node: Node, a: Value, b: Value, batch: int) -> Val
     clash = k.clash.union(*(m.clash for m in lead))
     counted, unclear = (getattr(k, what).union(*(getattr(m, what) for m in lead)) for what in ("counted", "unclear"))
     dims = (*(m.dim for m in lead), *a.dims[batch:-1], *b.dims[batch + 1 :])
-    out = Value(dims, equal_terms=a.equal_terms or b.equal_terms, portion=portions((a, b)))
+    out = Value(dims, equal_terms=a.equal_terms or b.equal_terms, portion=portions("product", (a, b)))
     summed = over(atom for dim in (k.dim, a.dims[-1], b.dims[batch]) for atom in dim)
     folds = folds_of(a.dims[-1]) + folds_of(b.dims[batch])
     if not (clash or counted or unclear or summed or folds or a.marks or b.marks or a.excess or b.excess):

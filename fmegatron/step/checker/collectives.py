@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -43,10 +44,12 @@ from fmegatron.step.checker.marks import raised
 from fmegatron.step.checker.movement import elsewhere, reshaped
 from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of, terms
 from fmegatron.step.checker.values import (
+    NOTHING,
     First,
     Mark,
     Pending,
     Somewhere,
+    Suspect,
     Unknown,
     Value,
     Varying,
@@ -55,6 +58,7 @@ from fmegatron.step.checker.values import (
 )
 
 Node = torch.fx.Node
+_SCANS = frozenset("cumsum cumprod logcumsumexp cummax cummin".split())
 _DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a sum; declare it where it is made'
 
 
@@ -63,6 +67,8 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     collective, axes, xs = kinds.collective_of(node.target), tuple(given["axes"]), given["xs"]
     assert collective is not None and collective.type is not None, "`_rule_of` has found one"
     own = collective.each(node.args[3:], len(xs))
+    if collective not in (table.PSUM, table.PMAX):
+        xs = [_carried(scope, x, axes) for x in xs]
     if isinstance(stated := collective.type(*own[0])[1], kinds.Terms):
         return terms(scope, node, xs, axes, stated)
     shapes = [result.shape for result in node.meta["val"]]
@@ -76,6 +82,16 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     return [_by_counts(node, x, axes, counts) for x in out] if counts else out
 
 
+def _carried(scope: Scope, x: Value, axes: tuple[str, ...]) -> Value:
+    """Of a scan of each rank's part, which a collective brings to the others: what it carries on may be its end."""
+    marks: dict[str, Mark | None] = {
+        axis: scope.unknown(mark.node, f"{mark.what}, whose ends are brought together: whether they are carried on")
+        for axis in axes
+        if isinstance(mark := x.marks.get(axis), Suspect) and op_name(mark.node) in _SCANS
+    }
+    return x.marked(marks) if marks else x
+
+
 def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
     match _over(axes, before), _over(axes, after):
         case kinds.Partial(kind), kinds.Replicated():
@@ -83,7 +99,9 @@ def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: An
         case kinds.Partial(kind), kinds.Sharded(place):
             return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
         case kinds.Sharded(place), kinds.Replicated():
-            return equal_over(axes, _gathered(scope, node, x, axes, place))
+            whole = equal_over(axes, _gathered(scope, node, x, axes, place))
+            left = {axis: one for axis, one in whole.portion.items() if axis not in axes}
+            return replace(whole, portion=left) if len(left) < len(whole.portion) else whole
         case kinds.Replicated(), kinds.Sharded(place):
             return _zeros(_cut(scope, node, _replicated(node, x, axes), axes, place))
         case kinds.Sharded(places.Place((concat, *_) as concats)), kinds.Sharded(
@@ -150,7 +168,9 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
             if wanted == "sum" and x.equal_terms and x.constant is None:
                 why = f"{name} of what is a term of every rank, or complete already: it was added up as often as copied"
                 marks[axis] = scope.unknown(node, why)
-            elif wanted == "sum" and not (x.equal_terms or x.portion.get(axis) == "exact"):
+            elif wanted == "sum" and x.portion.get(axis) == "mixed":
+                marks[axis] = scope.unknown(node, f"{name} of gradients that are to be summed, and of what is complete")
+            elif wanted == "sum" and not (x.equal_terms or x.portion.get(axis) in ("exact", "owed")):
                 replicas.append(axis)
         elif mark is None and not scatters:
             folds.append(axis)
@@ -164,14 +184,15 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
                        f"only a pending {wanted} may be reduced over {axis!r}; wrong axis?", birth)  # fmt: skip
     out = _folded(x, folds, wanted, node).marked(marks)
     if x.constant is not None and wanted == "sum":
-        out = replace(out, constant=x.constant * scope.mesh.extent(axes))
+        ranks = {axis: Fraction(1) for axis in axes if scope.mesh[axis] > 1} if x.constant == 1 else NOTHING
+        out = replace(out, constant=x.constant * scope.mesh.extent(axes), ranks=ranks)
     # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis.
     still = [a for a in scope.mesh.names if x.equal_terms and scope.mesh[a] > 1 and out.replicated(a)]
     portion = {**dict.fromkeys(still, "exact"), **out.portion}
     out = replace(out, equal_terms=False, portion={a: p for a, p in portion.items() if a not in axes})
     for axis in replicas:
         what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
-        maybe = x.portion.get(axis) == "maybe"
+        maybe = x.portion.get(axis) in ("maybe", "equal")
         out = raised(out, [axis], 1, node, what, sure=not maybe, loose=maybe)
     return replace(out, constant=0) if x.constant == 0 else out
 

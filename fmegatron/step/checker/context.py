@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmegatron.collectives import kinds, torch_private
+from fmegatron.collectives import kinds, table, torch_private
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step.checker.values import Suspect, Unknown, Value, number
 from fmegatron.step.graph.nodes import items_of, node_of
 
+_MOVED = frozenset("slice select view unsqueeze squeeze permute transpose clone detach cat neg mul getitem".split())
 _SHOWN = 3  # so many names of outputs are written out
 # rule(scope, node, arguments by the names of the op's schema, with Values in place of tensors) -> the Value of the
 # result, a list of them where the op has several results, or None where the rule does not cover this use.
@@ -186,6 +187,21 @@ class Scope:
 def _communicates(node: torch.fx.Node, axis: str) -> bool:
     collective = kinds.collective_of(node.target)
     return collective is not None and collective.sent is not None and axis in items_of(node.args[1])
+
+
+def goes_round(node: torch.fx.Node, axis: str) -> bool:
+    """Whether a piece of a part is sent to the next rank of the axis: what comes there may complete another part."""
+    todo, seen = list(node.users), set()
+    while todo:
+        one = todo.pop()
+        if one in seen or one.op != "call_function":
+            continue
+        seen.add(one)
+        if kinds.collective_of(one.target) is table.PPERMUTE and axis in items_of(one.args[1]):
+            return True
+        if op_name(one) in _MOVED:
+            todo += one.users
+    return False
 
 
 def line_of(node: torch.fx.Node) -> str:

@@ -335,6 +335,18 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
     return Viewed(out, lost | {(axis,): None for axis in over(flat)})
 
 
+def viewed_with_ones(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
+    """The dims after a view to which dims of one element come and go that have one on any number of ranks; None where
+    others have one, too, or where the factors of the rest do not line up."""
+    if any(atom.size == 1 for dim in dims for atom in dim):
+        return None
+    found = viewed([dim for dim in dims if dim], [n for n in shape if n != 1])
+    if found is None or found.lost:
+        return None
+    rest = iter(found.dims)
+    return [() if n == 1 else next(rest) for n in shape]
+
+
 def _ones(dims: Sequence[Dim], shape: Sequence[int], at: int) -> tuple[int, ...]:
     """The dims that a shard of one element may be: those of one element from this one on; where there were more of
     them, the one behind them, too."""

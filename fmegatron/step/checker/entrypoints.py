@@ -22,7 +22,7 @@ from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Scope, Unproven
 from fmegatron.step.checker.dims import folds_of, interleaved, order_of
 from fmegatron.step.checker.interpret import interpreted
-from fmegatron.step.checker.marks import too_large
+from fmegatron.step.checker.marks import owing, too_large
 from fmegatron.step.checker.memories import mixed
 from fmegatron.step.checker.padding import at_output
 from fmegatron.step.checker.values import (
@@ -319,6 +319,9 @@ def _difference(scope: Scope, value: Value, want: Value, axis: str, node: Node, 
     if not right:
         _not_as_wanted(scope, value, axis, node, path, got, wanted)
         return None
+    if got == "replicated" and axis in value.portion and value.constant is None:
+        if (mark := owing(scope, value, axis, node)) is not None or value.portion[axis] == "owed":
+            return mark
     excess = value.excess.get(axis)
     return too_large(scope, node, axis, excess) if excess else None
 

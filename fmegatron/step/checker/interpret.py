@@ -43,6 +43,7 @@ _FAULTS = (Misfit, LookupError, TypeError, ValueError, AttributeError, Arithmeti
 _DEEPEST = 6  # so often an op of a decomposition is taken apart again
 # What a decomposition raises for arguments that it does not take: then the op stays one.
 _REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError)
+_SCALE_FREE = frozenset("sign sgn isnan isinf isfinite eq ne ones_like zeros_like empty_like full_like".split())
 Node = torch.fx.Node
 
 
@@ -92,12 +93,37 @@ def _after(scope: Scope, node: Node) -> Any:
     """The Value of a node by its rule; without one, by those of the ops that it is made of."""
     found = _value_after(scope, node)
     if found is not None or node.meta.get("val") is None:
-        return found
+        return _still_owed(scope, node, found)
     graph = _decomposed(scope, node)
     if graph is None:
         return unproven(scope, node, f"no rule for {node.target}", GO_ON)
     inner = replace(scope, values={}, depth=scope.depth + 1)
-    return _result_of(node, interpreted(inner, graph, [scope.values[n] for n in node.all_input_nodes]))
+    result = _result_of(node, interpreted(inner, graph, [scope.values[n] for n in node.all_input_nodes]))
+    return _still_owed(scope, node, result)
+
+
+def _still_owed(scope: Scope, node: Node, found: Any) -> Any:
+    """What is made of a gradient of which a sum is still to be made, where the rule of an op does not say so itself; a
+    backward is linear in the one that it is given."""
+    owed: dict[str, str] = {}
+    for source in node.all_input_nodes:
+        value = scope.values.get(source)
+        for axis, one in value.portion.items() if isinstance(value, Value) else ():
+            if one in ("owed", "mixed"):
+                owed[axis] = "mixed" if axis in owed else one
+    if not owed or kinds.collective_of(node.target) or op_name(node).rstrip("_") in _SCALE_FREE:
+        return found
+    first = scope.values.get(node.all_input_nodes[0])
+    linear = op_name(node).endswith("_backward") and isinstance(first, Value) and owed.keys() <= first.portion.keys()
+    return [_owing(v, owed, linear) for v in found] if isinstance(found, list) else _owing(found, owed, linear)
+
+
+def _owing(value: Any, owed: dict[str, str], linear: bool) -> Any:
+    if not isinstance(value, Value) or value.constant == 0:
+        return value
+    kept = value.portion
+    lost = {axis: one if linear else "mixed" for axis, one in owed.items() if axis not in kept or linear}
+    return replace(value, portion={**value.portion, **lost}) if lost else value
 
 
 def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[Value]:

@@ -293,6 +293,9 @@ def solved(scope: Scope, node: Node, given: dict) -> Any:
     """Linear systems A X = B of full matrices, each on its own."""
     a, b = [v for v in given.values() if isinstance(v, Value)][:2]
     rows = min(len(a.dims), len(b.dims)) - 2
+    if op_name(node) == "linalg_solve_triangular" and given.get("left", True) and rows >= 0 and over(b.dims[-1]):
+        a, b = _worked(scope, node, a, (-2, -1), "function"), _worked(scope, node, b, (-2,), "function")
+        return elementwise(scope, node, "function", [a.with_dims((*a.dims[:-2], (), ())), b])  # a system each
     if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
         return None  # columns of B are systems of their own: sharded ones are no mistake
     a, b = (_worked(scope, node, x, (-2, -1), "function") for x in (a, b))

@@ -113,7 +113,7 @@ def accumulated(scope: Scope, node: Node, g: Value, index: Value, rows: Sequence
     rows: dims that are summed away, as values and indices have them together.  dims: of the result.
     """
     summed = over(atom for dim in rows for atom in dim)
-    out = Value(tuple(canonical(dim) for dim in dims), excess=g.excess, portion=portions((g,)))
+    out = Value(tuple(canonical(dim) for dim in dims), excess=g.excess, portion=portions("same", (g,)))
     marks: dict[str, Mark | None] = {}
     for axis in sorted(summed | set(index.marks) | set(g.marks)):
         marks[axis] = _accumulated(scope, node, g, index, axis, axis in summed)

@@ -50,6 +50,7 @@ _ENTER = "enter(psum(x, axis), axis) sums the gradients of all ranks; a term of 
 # does not show whether their number was meant to be that of the ranks.
 _RING = "adds terms of a sum that came from other ranks: whether a ring has made it complete cannot be told"
 _COMPLETE = 'Use psum; or declare(x, axis, "replicated") behind the last one (forward="partial" if it is not complete)'
+_BY_SIZE = "Divide by the size of the axis: axes[name].size knows that it is the number of ranks, 2 does not"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
@@ -131,12 +132,12 @@ def _misused(scope: Scope, node: Node, mark: Pending, axis: str, how: str) -> Su
 def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
     first, local_mean = pending[0], any(v.excess[axis].power for v in values if axis in v.excess)
     if kind in _TERMS:
-        others = [v for v in others if not ((v.equal_terms or v.portion.get(axis) == "exact") and v.replicated(axis))]
+        owed = all(v.portion.get(axis) == "owed" for v in values if v.pending(axis))
+        others = [v for v in others if not (v.replicated(axis) and _is_term(v, axis, owed))]
         if kind != "select" and len(pending) > 1 and any(_came(mark.birth) for mark in pending):
             return scope.unknown(node, _RING, _COMPLETE)
         if not others:
-            summed = _of_summed_parameters(scope, node, axis)
-            return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True) if summed else first
+            return not_entered(scope, node, axis) or first
         vague = [mark for v in others if isinstance(mark := v.marks.get(axis), Somewhere)]
         if any(mark.or_sum or mark.reduced for mark in vague):
             return scope.vague(node, "adds a pending sum and a value that is sharded or a pending sum")
@@ -151,8 +152,10 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
             "adds a pending sum and a complete value, which then counts once per rank",
             "reduce first, add after",
         )
-        if any(v.portion.get(axis) == "maybe" for v in others):
-            return scope.unknown(node, f"{what}, unless it was divided by their number before")
+        maybe = {v.portion.get(axis) for v in others} & {"maybe", "equal"}
+        if maybe:
+            why = f"{what}, unless the number that it was divided by is theirs"
+            return scope.unknown(node, why, _BY_SIZE)._replace(gradient="equal" in maybe)
         if all(v.constant is not None for v in others):
             return suspected(node, what, fix, first.birth)
         return Wrong(node, what, fix, first.birth)
@@ -229,6 +232,12 @@ def _forms(scope, node, kind, values, axis, pending, others) -> Mark | None:
 _OF_SUMS, _OF_EXTREMA, _OF_FORMS = _sums, _extrema, _forms
 
 
+def _is_term(v: Value, axis: str, owed: bool) -> bool:
+    """Whether what all ranks have is a term of a sum over them: rows that were counted, 1/n of a value, or a gradient
+    beside others of which the sum is still to be made."""
+    return v.equal_terms or v.portion.get(axis) == "exact" or (owed and v.portion.get(axis) == "owed")
+
+
 def _came(birth: Node | None) -> bool:
     """Whether a term of a sum came from another rank."""
     return birth is not None and kinds.collective_of(birth.target) is table.PPERMUTE
@@ -241,9 +250,9 @@ def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> b
     return birth is not None and any(scope.corrects(n, axis, frozenset((birth,))) for n in complete)
 
 
-def _of_summed_parameters(scope: Scope, node: Node, axis: str) -> bool:
-    """Whether an equal term of a sum is made of a psum over the axis, of parameters, through which its gradient goes
-    back without a psum: an `enter`, which is a view to the same shape, would make one."""
+def not_entered(scope: Scope, node: Node, axis: str) -> Unknown | None:
+    """The mark of an equal term of a sum that is made of a psum over the axis, of parameters, through which its
+    gradient goes back without a psum: an `enter`, which is a view to the same shape, would make one."""
     todo, seen = [n for n in node.all_input_nodes if _is_share(scope.values.get(n), axis)], set()
     while todo:
         one = todo.pop()
@@ -252,9 +261,9 @@ def _of_summed_parameters(scope: Scope, node: Node, axis: str) -> bool:
         seen.add(one)
         collective = kinds.collective_of(one.target)
         if collective is table.PSUM and axis in items_of(one.args[1]) and _of_parameters(one):
-            return True
+            return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True)
         todo += one.all_input_nodes
-    return False
+    return None
 
 
 def _is_share(value: Any, axis: str) -> bool:
@@ -300,23 +309,24 @@ def raised(x: Value, axes: Iterable[str], power: int, node: Node, what: str, **m
     return replace(x, excess=excess or NOTHING)
 
 
-def scaled(scope: Scope, x: Value, factor: float, divides: bool = False) -> Value:
-    """A value times a number (divides: written as a division): a division by n takes an excess of n out; other numbers
-    may have been meant to, 0.5 on two ranks among them, which halves on four as well. A sum of replicas is divided at
-    once, if at all: by n, or by n times another count."""
+def scaled(scope: Scope, x: Value, factor: float, over: Mapping[str, Fraction], divides: bool = False) -> Value:
+    """A value times a number. over: {axis: power} of the numbers of ranks whose product it is, which are taken out of
+    an excess; empty for another number, which may have been meant to, 2 on two ranks among them, which is 2 on four as
+    well. A sum of replicas is divided at once, if at all: by n, or by n times another count. divides: written as a
+    division."""
     too_large_over = [a for a, e in x.excess.items() if e.power]
     if not too_large_over:
-        return _portion(scope, x, factor, divides)
-    meant = divides
-    for count in range(len(too_large_over), 0, -1):
-        for axes in itertools.combinations(too_large_over, count):
-            size = math.prod(scope.mesh[a] ** float(x.excess[a].power) for a in axes)
-            if _is_one(abs(factor) * size):
-                meant = True
-                if not divides and abs(factor) < 1:
-                    continue
-                left = {a: e._replace(power=Fraction(0)) if a in axes else e for a, e in x.excess.items()}
-                return replace(x, excess={a: e for a, e in left.items() if e.power or e.doubt is not None} or NOTHING)
+        return _portion(scope, x, factor, over, divides)
+    if over:
+        left = {a: e._replace(power=e.power + over.get(a, 0)) for a, e in x.excess.items()}
+        left = {a: e for a, e in left.items() if e.power or e.doubt is not None}
+        return _share(replace(x, excess=left or NOTHING), {a: p for a, p in over.items() if a not in x.excess})
+    sizes = [
+        math.prod(scope.mesh[a] ** float(x.excess[a].power) for a in axes)
+        for count in range(len(too_large_over), 0, -1)
+        for axes in itertools.combinations(too_large_over, count)
+    ]
+    meant = divides or any(_is_one(abs(factor) * size) for size in sizes)
     if abs(factor) == 1:
         return x
     divisor = 1 / abs(factor) if factor else 0.0
@@ -328,23 +338,78 @@ def scaled(scope: Scope, x: Value, factor: float, divides: bool = False) -> Valu
     return replace(x, excess=excess)
 
 
-def _portion(scope: Scope, x: Value, factor: float, divides: bool) -> Value:
-    """Divided by the number of ranks along some axes, or by a multiple of it, a value may be a portion of what one rank
-    has; times 0.5 it may be half of it on any number of ranks."""
+def _portion(scope: Scope, x: Value, factor: float, over: Mapping[str, Fraction], divides: bool) -> Value:
+    """Divided by the number of ranks along some axes a value is a portion of what one rank has; by another number that
+    is a multiple of it, it may be one."""
+    if over:
+        return _share(x, over)
     count = round(1 / abs(factor)) if factor else 0
     if count < 2 or not _is_one(abs(factor) * count):
         return x
-    big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and x.portion.get(a) != "never"]
+    left = (None, "maybe", "equal", "exact", "part") if divides else (None, "maybe", "equal")
+    big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and x.portion.get(a) in left]
     found = {a: "maybe" for a in big if count % scope.mesh[a] == 0}
-    for k in range(1, len(big) + 1):
+    for k in range(1, len(big) + 1) if divides else ():
         for axes in itertools.combinations(big, k):
             if math.prod(scope.mesh[a] for a in axes) == count:
-                found |= dict.fromkeys(axes, "exact" if divides else "maybe")
+                found |= {a: "equal" for a in axes if a not in x.portion}
     return replace(x, portion={**x.portion, **found}) if found else x
+
+
+def _share(x: Value, over: Mapping[str, Fraction]) -> Value:
+    """A value times powers of numbers of ranks: once divided by n it is 1/n of what it was, and times n that again. A
+    gradient of which the sum is owed stays one: what it is a gradient of was divided."""
+    portion = dict(x.portion)
+    for axis, power in over.items():
+        before = portion.get(axis)
+        if before in ("owed", "mixed"):
+            continue
+        if before == "exact" and power == 1:
+            del portion[axis]
+        elif before not in (None, "maybe") or power < 0:
+            portion[axis] = "exact" if before in (None, "maybe") and power == -1 else "maybe"
+    return replace(x, portion=portion or NOTHING)
 
 
 def _is_one(x: float) -> bool:
     return abs(x - 1) < 1e-9
+
+
+_TO_BE_SUMMED = "it is a gradient of a loss that is a sum over the ranks, of each rank's own term"
+_IS_A_SHARE = "it is what all ranks have, divided by their number, and no sum over them follows"
+
+
+def owing(scope: Scope, value: Value, axis: str, node: Node) -> Mark | None:
+    """The mark of what all ranks have, at an output, where it is a portion of what one rank has; None where it is
+    all of it."""
+    portion = value.portion.get(axis)
+    if portion in ("owed", "mixed"):
+        excess = value.excess.get(axis)
+        if portion == "owed" and excess is not None and excess.power == 1 and not excess.loose:
+            return None  # of a mean over the ranks, of which each has all
+        return scope.unknown(_divided(node, axis)[0] or node, _TO_BE_SUMMED, f"psum the gradient over {axis!r}")
+    if portion in ("exact", "part"):
+        at, summed = _divided(node, axis)
+        if at is not None and not summed:
+            fix = f"psum it over {axis!r}, or leave the division out"
+            return scope.unknown(at, _IS_A_SHARE, fix)
+    return None
+
+
+def _divided(node: Node, axis: str) -> tuple[Node | None, bool]:
+    """(the last node behind which a value is divided by the number of ranks, whether a sum over them is behind it)."""
+    todo, seen, at = [node], set(), None
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        collective = kinds.collective_of(one.target) if one.op == "call_function" else None
+        if collective is not None and collective.sent is not None and axis in items_of(one.args[1]):
+            return at, True
+        at = one if at is None and axis in one.meta.get("ranks", ()) else at
+        todo += one.all_input_nodes
+    return at, False
 
 
 def excess_after(
@@ -402,6 +467,6 @@ def too_large(scope: Scope, node: Node, axis: str, e: Excess) -> Mark:
         return Unknown(frozenset((e.doubt,)), factor=True)
     if e.loose and not e.sure:
         why = f"{e.what}, and whether the numbers that it is multiplied by make up for that cannot be told"
-        return scope.unknown(e.node, why, f"Divide by the size of {axis!r} alone, next to it")._replace(factor=True)
+        return scope.unknown(e.node, why, f"Divide by axes[{axis!r}].size alone, next to it")._replace(factor=True)
     fix = "remove it" if e.sure else "sum, psum, then divide by the global size"
     return Suspect(e.node, e.what, fix, None, frozenset())  # what mends it is a division, which would have been seen

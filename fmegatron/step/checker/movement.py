@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.step.checker.arithmetic import elementwise, may_shard, not_on
-from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, line_of, op_name, shape_of, suspected
+from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, goes_round, line_of, op_name, shape_of, suspected
 from fmegatron.step.checker.dims import (
     UNIFORM,
     Atom,
@@ -30,6 +30,7 @@ from fmegatron.step.checker.dims import (
     plain,
     size_of,
     viewed,
+    viewed_with_ones,
 )
 from fmegatron.step.checker.reductions import along
 from fmegatron.step.checker.values import Mark, Somewhere, Value, Wrong
@@ -193,7 +194,8 @@ def _piece(scope: Scope, node: Node, x: Value, atoms: Dim, what: str, dim: int, 
     marks = {}
     for axis in sorted(over(atoms)):
         fix = f"all_gather the dim over {axis!r} first, or shard it in parts that meet there"
-        marks[axis] = scope.unknown(node, what) if covered else suspected(node, what, fix)
+        sent = covered or goes_round(node, axis)
+        marks[axis] = scope.unknown(node, what) if sent else suspected(node, what, fix)
     return x.marked(marks)
 
 
@@ -264,6 +266,8 @@ def view(scope: Scope, node: Node, given: dict) -> Value:
         lost = [a for axes in found.lost for a in axes] if found else over(x.dims[dim])
         x = x.with_dims((*x.dims[:dim], *split, *x.dims[dim + 1 :]))
         return replace(x, marks={**x.marks, **dict.fromkeys(lost, Somewhere())})
+    if node.meta.get("sizes") == "ones" and not x.having(Somewhere) and (dims := viewed_with_ones(x.dims, shape)):
+        return replace(x.with_dims(dims), ramp=False)
     out = _as_in_forward(scope, node, x, reshaped(scope, node, x, shape))
     return replace(out, index_of=x.index_of if math.prod(shape) == 1 else (), scale=x.scale, ramp=x.ramp)
 
@@ -392,7 +396,8 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
     what = f"takes one index of dim {dim}, which is sharded"
     for axis in sorted(over(atoms)):
         fix = f"all_gather the dim over {axis!r} first, or use axis_index and declare"
-        marks[axis] = scope.unknown(node, what) if covered else suspected(node, what, fix)
+        sent = covered or goes_round(node, axis)
+        marks[axis] = scope.unknown(node, what) if sent else suspected(node, what, fix)
     return x.marked(marks).with_dims(rest)
 
 
@@ -409,9 +414,10 @@ def _covered(scope: Scope, node: Node, dim: int) -> bool:
         elif name == "slice":
             taken += range(*slice(*(*user.args[2:], None, None, None)[:3]).indices(size))
         else:
+            sizes = [1 if name == "unbind" else part.shape[dim] for part in user.meta["val"]]
+            ends = list(itertools.accumulate(sizes, initial=0))
             used = {int_of(item.args[1]) for item in user.users if item in scope.live}
-            if len(used) == len(user.meta["val"]):
-                taken += range(size)
+            taken += [at for i in used for at in range(ends[i], ends[i + 1])]
     return sorted(taken) == list(range(size))
 
 

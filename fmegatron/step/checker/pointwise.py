@@ -8,8 +8,9 @@ that a sum over the ranks is finite where its terms are.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +19,21 @@ import torch
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, plain, size_of
-from fmegatron.step.checker.marks import FLIPPED, scaled
+from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled
 from fmegatron.step.checker.movement import expanded
-from fmegatron.step.checker.values import First, Mark, Pending, Suspect, Unknown, Value, Wrong, counted, filled, number
+from fmegatron.step.checker.values import (
+    NOTHING,
+    First,
+    Mark,
+    Pending,
+    Suspect,
+    Unknown,
+    Value,
+    Wrong,
+    counted,
+    filled,
+    number,
+)
 from fmegatron.step.graph.nodes import node_of
 from fmegatron.step.torch_private import outside_of_tracing
 
@@ -31,8 +44,6 @@ _KEEPS_WHOLE = frozenset(
     " where ones zeros full"
     " ones_like zeros_like scalar_tensor scatter_add index_add".split()
 )
-_SHARE = "the loss is a share of what all ranks have: its gradient is a share as well, or a term of a sum"
-_SUM_OF_SHARES = "Return a loss that is complete on each rank, or step.mean(total, 1)"
 _RISING = (
     "exp exp2 expm1 log log2 log10 log1p relu relu6 sigmoid tanh erf floor ceil round trunc atan asinh asin sinh"
     " softplus hardtanh hardsigmoid elu leaky_relu logit fix"
@@ -152,10 +163,18 @@ def _product(scope: Scope, node: Node, a: Value, b: Value) -> Value:
 
 def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None = None, divides: bool = False) -> Value:
     """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
-    before, x = x.portion, scaled(scope, x, factor, divides)
-    out = elementwise(scope, node, "product", [x, number(factor) if of is None else of])
-    now = {a: p for a, p in x.portion.items() if before.get(a) != p}
-    return replace(out, portion={**out.portion, **now}) if now else out
+    ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
+    x = scaled(scope, x, factor, _ranks(scope, ranks, factor, divides), divides)
+    return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
+
+
+def _ranks(scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool) -> Mapping[str, Fraction]:
+    """{axis: power} of the numbers of ranks whose product a factor is, where it was made of nothing else."""
+    if not over or not factor:
+        return NOTHING
+    over = {axis: -power if divides else power for axis, power in over.items() if axis in scope.mesh.names}
+    size = math.prod(scope.mesh[axis] ** float(power) for axis, power in over.items())
+    return over if abs(factor / size - 1) < 1e-9 else NOTHING
 
 
 def quotient(scope: Scope, node: Node, given: dict) -> Value:
@@ -164,9 +183,21 @@ def quotient(scope: Scope, node: Node, given: dict) -> Value:
     if given.get("rounding_mode"):
         return elementwise(scope, node, "rising" if (b.constant or -1) > 0 else "function", [a, b])
     if b.constant and b.settled:
-        of = replace(b, constant=1 / b.constant) if b.dims else None
-        return _times(scope, node, a, 1 / b.constant, of, divides=True)
+        of = replace(b, constant=1 / b.constant) if b.dims or b.ranks else None
+        out = _times(scope, node, a, 1 / b.constant, of, divides=True)
+        return (
+            _mean_of_rows(scope, node, out) if node.meta.get("sizes") == "rows" and not node.meta["backward"] else out
+        )
     return elementwise(scope, node, "quotient", [a, b])
+
+
+def _mean_of_rows(scope: Scope, node: Node, total: Value) -> Value:
+    """A sum that torch divides by the rows that it was given, as a mean over a sharded dim is."""
+    pending = sorted(total.having(Pending))
+    if len(pending) <= 1:
+        return raised(total, pending, 1, node, "mean over a sharded dim divides by the local size only")
+    why = "divides by a rank's own rows: which of the axes shard them cannot be told"
+    return total.marked({axis: scope.unknown(node, why) for axis in pending})
 
 
 def selection(condition: str, then: str, otherwise: str) -> Rule:
@@ -322,15 +353,15 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     value = given.get("fill_value", given.get("value", given.get("s")))
     value = 0 if "zero" in name else 1 if "ones" in name else value
     out = filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+    out = replace(out, ranks=node.meta["ranks"]) if "ranks" in node.meta else out
     if not name.endswith("_like"):  # a number that the step writes may count what a rank has
         out = replace(out, equal_terms=bool(out.constant))
     if name != "ones_like" or out.dims:
         return out
     loss = given["self"]
-    never = {a: "never" for a in loss.having(Pending)}
-    out = replace(out, excess=loss.excess, portion=never)
     shares = [a for a, portion in loss.portion.items() if portion == "exact" and loss.replicated(a)]
-    open_: dict[str, Mark | None] = {a: scope.unknown(node, _SHARE, _SUM_OF_SHARES) for a in shares}
+    out = replace(out, excess=loss.excess, portion=dict.fromkeys((*sorted(loss.having(Pending)), *shares), "owed"))
+    open_: dict[str, Mark | None] = {a: mark for a in shares if (mark := not_entered(scope, node, a)) is not None}
     for axis, mark in loss.marks.items():
         if isinstance(mark, (Suspect, Wrong)):  # what it was computed from may not show in the gradient
             open_[axis] = scope.unknown(mark.node, f"{mark.what}; a gradient of that is none of the whole")

@@ -21,7 +21,6 @@ from fmegatron.step.checker.context import Rule, Rules, Scope, op_name, suspecte
 from fmegatron.step.checker.dims import UNIFORM, Dim, folds_of, over, plain, size_of, unfolded
 from fmegatron.step.checker.marks import excess_after, raised
 from fmegatron.step.checker.values import (
-    NOTHING,
     First,
     Mark,
     Pending,
@@ -63,13 +62,14 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
     terms = _counts(x, inside, kind)
     summed, folds = over(atom for dim in inside for atom in dim), [f for dim in inside for f in folds_of(dim)]
     if x.settled and not summed and not folds:
-        portion = portions((x,)) if kind in ("sum", "mean") else NOTHING
+        portion = portions("same" if kind in ("sum", "mean") else kind, (x,))
         return Value(left, constant=_total(x, inside, kind), equal_terms=terms, portion=portion)
     marks: dict[str, Mark | None] = {}
     for axis in sorted(summed | set(x.marks)):
         marks[axis] = _over(scope, node, x, axis, gone, axis in summed, kind, keep)
     kept, more = excess_after(scope, node, _SCALES.get(kind, "function"), [x])
-    out = Value(left, excess=kept, equal_terms=terms, portion=portions((x,)) if kind in ("sum", "mean") else NOTHING)
+    portion = portions("same" if kind in ("sum", "mean") else kind, (x,))
+    out = Value(left, excess=kept, equal_terms=terms, portion=portion)
     for fold in folds:
         out = _unfolded(scope, node, out, fold, kind, marks)
     out = out.marked(more | {a: m for a, m in marks.items() if m is not None or a in x.marks})

@@ -135,7 +135,7 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
         else:
             marks[axis] = scope.unknown(node, _ROWS, _COUNT_ONE)
     out = xs[0].marked(marks)
-    portion = {axis: one for axis, one in out.portion.items() if axis not in marks}
+    portion = {axis: one for axis, one in out.portion.items() if axis not in marks or one == "owed"}
     return [replace(out, equal_terms=out.equal_terms and not marks, portion=portion), *xs[1:]]
 
 

@@ -159,9 +159,13 @@ class Value:
     `scale` times the `axis_index` of these axes.  ramp: in the order of memory it is arange(n).  data: it is a part of
     the batch, whose rows may go to ranks and microbatches in any order.  equal_terms: it was summed along a dim
     on which it is constant (rows of a rank were counted): equal on all ranks, it may be complete as well as one of
-    equal terms of a sum.  portion: axis -> whether it may be 1/n of the value of one rank, because it was divided by n
-    ("exact", and nothing was computed since), or by a multiple of n, or earlier ("maybe"); "never" for gradients of a
-    loss that is a sum over that axis anyhow.  pads: axis -> what its padding is, where shards have some (`padding.py`).
+    equal terms of a sum.
+    portion: axis -> what it is of the value of one rank, where it is the same on all ranks: "exact" 1/n, as it was
+    divided by the number of ranks; "part", a sum of that and of what is not; "maybe" 1/n, as it was divided by a number
+    that may be made of n, "equal", by one that is as large; "owed", a gradient of a loss that is a sum over that axis,
+    of which the sum is still to be made; "mixed", made of that and of what is complete.  pads: axis -> what its padding
+    is, where shards have some (`padding.py`).
+    ranks: {axis: power} of the numbers of ranks whose product its constant is.
     """
 
     dims: tuple[Dim, ...]
@@ -175,6 +179,7 @@ class Value:
     equal_terms: bool = False
     portion: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     pads: Mapping[str, Padding] = field(default_factory=lambda: NOTHING)
+    ranks: Mapping[str, Fraction] = field(default_factory=lambda: NOTHING)
 
     @property
     def settled(self) -> bool:
@@ -268,20 +273,49 @@ def _less(mark: Mark, gone: frozenset[str]) -> Mark:
     return mark._replace(group=tuple([axis for axis in mark.group if axis not in gone]))
 
 
-def portions(values: Sequence[Value], moved: bool = False, terms: bool = False) -> Mapping[str, str]:
-    """What several values, taken together by a linear op, may be portions of; moved: nothing was computed; terms: they
-    are added, so that all must be portions."""
+_TERMS = frozenset(("sum", "beside", "select"))
+_SCALE_FREE = frozenset(("sign", "nan", "finite"))
+
+
+def portions(kind: str, values: Sequence[Value]) -> Mapping[str, str]:
+    """What an op of that kind (as of `elementwise`) makes of values that are portions."""
     given = [v.portion for v in values if v.portion]
-    if not given:
+    if not given or kind in _SCALE_FREE:
         return NOTHING
-    out = dict(given[0])
-    for other in given[1:]:
-        if other is not given[0]:
-            out.update((a, p) for a, p in other.items() if out.get(a) != "never")
-    if terms and len(given) < len(values):
-        complete = [v for v in values if v.constant != 0 and not v.equal_terms]
-        out = {a: p for a, p in out.items() if p == "never" or all(a in v.portion or a in v.marks for v in complete)}
-    return out if moved else {a: "maybe" if p == "exact" else p for a, p in out.items()}
+    out = {}
+    for axis in dict.fromkeys(axis for one in given for axis in one):
+        if kind in _TERMS:
+            found = _of_terms(axis, values[1:] if kind == "select" else values)
+        else:
+            found = _of_factors(axis, kind, values)
+        if found is not None:
+            out[axis] = found
+    return out or NOTHING
+
+
+def _of_terms(axis: str, terms: Sequence[Value]) -> str | None:
+    """Of what is added, or stands beside another: zeros, counts and pending sums may stand beside any."""
+    some = [v for v in terms if v.constant != 0 and not v.equal_terms]
+    have = {v.portion.get(axis) for v in some if axis not in v.marks} or {v.portion.get(axis) for v in some}
+    if len(have) <= 1:
+        return have.pop() if have else None
+    if have & {"owed", "mixed"}:
+        return "mixed"
+    if None not in have:
+        return "part" if "part" in have else "maybe"
+    return "part" if have & {"exact", "part"} else None
+
+
+def _of_factors(axis: str, kind: str, factors: Sequence[Value]) -> str | None:
+    have = [one for v in factors if (one := v.portion.get(axis)) is not None]
+    linear = kind in ("same", "product", "quotient")
+    below = kind == "quotient" and factors[1].portion.get(axis) is not None
+    if "owed" in have or "mixed" in have:  # linear in one gradient, whatever it is multiplied with or divided by
+        by_one = kind == "quotient" and factors[1].portion.get(axis) == "owed"
+        return "owed" if linear and not by_one and have.count("owed") == 1 and "mixed" not in have else "mixed"
+    if not linear or not have:
+        return None
+    return have[0] if len(have) == 1 and not below else "maybe"
 
 
 def filled(shape: Sequence[int], constant: float | None) -> Value:

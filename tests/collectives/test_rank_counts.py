@@ -1,0 +1,31 @@
+"""Numbers of ranks know that they are, through products, quotients and powers, and through nothing else."""
+
+import copy
+import pickle
+from fractions import Fraction
+
+import torch
+
+from fmegatron.collectives import Axes
+from fmegatron.collectives.rank_counts import of_ranks
+from fmegatron.layout import Mesh
+
+AXES = Axes(Mesh(dp=2, fsdp=3, tp=1))
+
+
+def test_what_numbers_know():
+    dp, both, one = AXES["dp"].size, AXES["dp", "fsdp"].size, AXES["tp"].size
+    assert (dp, both, one) == (2, 6, 1) and of_ranks(dp) == {"dp": 1} and not of_ranks(one) and not of_ranks(2)
+    assert of_ranks(both) == {"dp": 1, "fsdp": 1} == of_ranks(4 * both) and 4 * both == 24
+    assert of_ranks(1 / dp) == {"dp": -1} and 1 / dp == 0.5
+    assert of_ranks(both / dp) == {"fsdp": 1} and both / dp == 3.0
+    assert of_ranks(dp**0.5) == {"dp": Fraction(1, 2)} and of_ranks(dp**-1) == {"dp": -1}
+    assert type(dp / dp) is float and type(dp - 1) is int and type(dp // 2) is int and type(float(dp)) is float
+
+
+def test_they_are_numbers():
+    dp = AXES["dp"].size
+    assert torch.zeros(dp, 3).shape == (2, 3) and torch.equal(dp * torch.ones(2), torch.full((2,), 2.0))
+    assert {2: "a"}[dp] == "a" and repr(dp) == "2" and list(range(dp)) == [0, 1]
+    for again in (copy.deepcopy(dp), pickle.loads(pickle.dumps(dp))):
+        assert again == dp and of_ranks(again) == of_ranks(dp)
