@@ -30,9 +30,7 @@ OPTIMIZERS = {
     "average": lambda: optim.averaged(optim.adamw(1e-2), 0.9),
     "skipped": lambda: optim.skip_nonfinite(optim.adamw(1e-2), loss_scale=optim.LossScale()),
     "groups": lambda: optim.grouped(
-        1e-2,
-        [("embed", optim.Group(frozen=True)), ("head", optim.Group(lr=0.5))],
-        adam=optim.scale_by_adam(),
+        1e-2, [("embed", optim.Group(frozen=True)), ("head", optim.Group(lr=0.5))], adam=optim.scale_by_adam()
     ),
     "muon": lambda: optim.muon(1e-2),  # products of matrices: fetched whole
     "adafactor": lambda: contrib.adafactor(1e-2),  # rows, columns, and the norm of a leaf
