@@ -22,6 +22,7 @@ from peers.decoder import Sizes, peer_step
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Mesh
+from fmegatron.step.ambient import ambient
 from fmegatron.testing.measure import peak_bytes, report
 
 THREADS = 2
@@ -154,6 +155,25 @@ def overhead():
         report(name, [slope], unit="us per leaf", against=against, bar=bar, where=WHERE)
 
 
+def watching():
+    """Microseconds of a call in which settings of torch, and what the trace has read of the user's code, are compared:
+    100 functions that read three numbers of their own each, and a list of 1,000 numbers."""
+    names = {f"number_{i}": i + 0.5 for i in range(300)} | {"numbers": list(range(1000))}
+    for i in range(100):
+        body = f"lambda x: x * (number_{3 * i} + number_{3 * i + 1} + number_{3 * i + 2})"
+        names[f"helper_{i}"] = eval(body, names)
+    used = " + ".join(f"helper_{i}(x)" for i in range(100))
+    run = step.jit(eval(f"lambda x: {used} + len(numbers)", names), backend="eager")
+    run(torch.ones(4))
+    read, times = next(iter(run.cache.values())).read, []
+    for _ in range(1000):
+        start = time.perf_counter()
+        changed = (ambient(), read.changed())
+        times.append((time.perf_counter() - start) * 1e6)
+        assert changed[1] is None
+    report("jit_call_watched", [statistics.median(times)], unit="us", against="300 numbers", bar="<= 20", where=WHERE)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="tiny,small,deep")
@@ -169,6 +189,7 @@ def main():
         time_and_memory(flags.sizes.split(","), flags.rounds, "memory" in only)
     if "overhead" in only:
         overhead()
+        watching()
     if "first_call" in only:
         first_calls()
 

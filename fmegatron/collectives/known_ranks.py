@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,24 +12,31 @@ from fmegatron.collectives.torch_private import recorded_root
 from fmegatron.layout import Mesh
 from fmegatron.tree import labels
 
-__all__ = ["Recorded", "recorded_mesh", "require_one_rank"]
+__all__ = ["Recorded", "recorded_mesh", "recorded_reads", "require_one_rank"]
 
 
 class Recorded(torch.nn.Module):
     """The root of a graph while it is recorded (`step.tracing`). mesh: of the ranks that will run it; None: not known.
+    reads: who notes the functions that are entered meanwhile (`step.watched`), if somebody does.
 
     It is what torch's recorder has while it records, and nothing remains of it: no state of a module of ours.
     """
 
-    def __init__(self, mesh: Mesh | None):
+    def __init__(self, mesh: Mesh | None, reads: Any = None):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.reads = mesh, reads
 
 
 def recorded_mesh() -> Mesh | None:
     """The mesh for which a function is traced right now, in this thread; None: nothing is, or it is not known."""
     root = recorded_root()
     return root.mesh if isinstance(root, Recorded) else None
+
+
+def recorded_reads() -> Any:
+    """Who notes the functions that are entered while one is traced right now, in this thread; None: nobody."""
+    root = recorded_root()
+    return root.reads if isinstance(root, Recorded) else None
 
 
 def require_one_rank(who: str, path: str, what: str, beside: Iterable[object] = ()) -> None:

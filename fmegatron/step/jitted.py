@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import warnings
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -23,14 +22,17 @@ from fmegatron.step.ambient import Ambient, ambient, changes, compiled_without_a
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.compile import usable_backend
 from fmegatron.step.donation import Donation, Leaf, Newest, require_own_memory
+from fmegatron.step.lines import warn_users
 from fmegatron.step.opaque import Entry
 from fmegatron.step.overlap.schedule import Overlap, overlap_of
 from fmegatron.step.passes import Program, Target
 from fmegatron.step.progress import progress
 from fmegatron.step.signature import differences, require_constants, signature_of
 from fmegatron.step.state import State, Unseen
-from fmegatron.step.torch_private import is_tracing, outside_of_tracing, storage_number
+from fmegatron.step.torch_private import compiling, is_tracing, outside_of_tracing, storage_number
 from fmegatron.step.tracing import Traced, described, line_here, own_results, trace
+from fmegatron.step.watched import Watched, Watching
+from fmegatron.step.whole_result import Whole
 from fmegatron.step.write_back import donated_leaves
 from fmegatron.tree import labels, structure
 
@@ -42,11 +44,15 @@ class Compiled:
 
     traced: the symbolic graph. report: of the check of its collectives, None where it was not checked.
     stages: name -> graph module, in order "trace", "lower", "overlap", "stream", "donate", "exchange".
+    read: what the trace has read besides its arguments. watching: of all signatures of the function; None: of this one.
     """
 
-    def __init__(self, fn, args, donate, target: Target, check=None, newest: Newest | None = None):
-        self.ambient = ambient()
-        self.traced: Traced = trace(fn, args, mesh=None if target.world is None else target.world.mesh)
+    def __init__(self, fn, args, donate, target: Target, check=None, newest=None, watching: Watching | None = None):
+        self.ambient, tell = ambient(), watching is not None and (target.world is None or target.world.rank == 0)
+        watching = watching or Watching(fn, _name(fn))
+        seen, mesh = watching.begin(), None if target.world is None else target.world.mesh
+        self.traced: Traced = trace(fn, args, mesh=mesh, reads=seen)
+        self.read: Watched = watching.end(seen, tell)
         self.report = check(self.traced) if check is not None and target.world is not None else None
         checked = check is not None or target.world is None or target.world.size == 1
         self.donated, traced = donated_leaves(self.traced, args, donate), self.traced
@@ -62,7 +68,7 @@ class Compiled:
             labels[i] = labels[i] or found.label
         self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
         if self.donated:
-            self.donation = self._donation(_name(fn), newest)
+            self.donation = self._donation(watching.name, newest)
         self.whole = Whole.of(self.traced, self.donated, args, donate) if self.donated else None
 
     def _donation(self, name: str, newest: Newest | None) -> Donation:
@@ -113,38 +119,6 @@ class Compiled:
         return self.whole.result(leaves, outs)
 
 
-class Whole:
-    """How the result of a step is made whose first argument and first result are a State that it may take whole."""
-
-    def __init__(self, traced: Traced, state: optree.PyTreeSpec, others: list[optree.PyTreeSpec]):
-        self.state, self.others, self.alone = state, others, traced.out_tree.type is not tuple
-        self.static = traced.out_static[state.num_leaves :]
-
-    @classmethod
-    def of(cls, traced: Traced, donated: Mapping[int, int], args: tuple, donate: Sequence[int]) -> Whole | None:
-        """None for a step whose leaves have to be looked at one by one: of another donated argument than a State in
-        place 0, of one that holds other things than tensors, and of one whose leaves do not return in their order."""
-        if tuple(donate) != (0,) or type(args[0]) is not State:
-            return None
-        state, *others = traced.out_tree.children() if traced.out_tree.type is tuple else [traced.out_tree]
-        in_order = list(donated.items()) == [(i, i) for i in range(state.num_leaves)]
-        if state.type is not State or not in_order or len(tree.leaves(args[0])) != state.num_leaves:
-            return None
-        return cls(traced, state, others)
-
-    def result(self, leaves: list, outs: Sequence) -> Any:
-        """The result of a call. leaves: of the State, with new values. outs: the other tensors that it returned."""
-        state = State.unseen(Unseen(self, leaves, self.state))
-        if self.alone:
-            return state
-        rest, static = iter(outs), iter(self.static)
-        found = []
-        for spec in self.others:
-            values = [next(rest) if s is None else s[0] for s in itertools.islice(static, spec.num_leaves)]
-            found.append(optree.tree_unflatten(spec, values))
-        return (state, *found)
-
-
 class Again(NamedTuple):
     """What another call with a State that nobody has looked into is compared with: all but the State."""
 
@@ -173,6 +147,7 @@ class Jitted:
         self._again: Again | None = None  # of the last call, if it took a State that the next one may take whole
         self._inside = {}  # the same for calls inside another jit: key -> (traced, entry)
         self.name = _name(fn)
+        self._watching, self._lock = Watching(fn, self.name), threading.RLock()
         functools.update_wrapper(self, fn, updated=())  # not the attributes of fn: it may be a Jitted itself
 
     @property
@@ -201,59 +176,69 @@ class Jitted:
                 f"jit of {described(self.fn)}: got {', '.join(named)} by name, wanted all arguments by position, which "
                 "is how donate and layouts name them"
             )
-        again, tracing, settings = self._again, is_tracing(), ambient()
-        if self._newest is not None and not tracing and len(args) > self._newest.position:
+        if is_tracing():  # that thread compiles; it waits for no other one that does
+            return self._call_inside(args)
+        with self._lock:  # what is compiled, and asked of other ranks, is for one call at a time
+            run, given = self._ready(args)
+        # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
+        return run(*given)
+
+    def _ready(self, args: tuple) -> tuple[Callable, tuple]:
+        """What computes a call, and what it is given."""
+        again, settings = self._again, ambient()
+        if self._newest is not None and len(args) > self._newest.position:
             self._newest.given = args[self._newest.position]
-        if again is not None and args and type(args[0]) is State and not tracing:
+        if again is not None and args and type(args[0]) is State:
             made = args[0].untouched(again.compiled.whole)
             if made is not None:
                 rest, spec = optree.tree_flatten(cast("Any", args[1:]))
                 same = spec == again.spec and settings == again.ambient
-                if same and signature_of(rest, self._several) == again.signature:
+                same = same and signature_of(rest, self._several) == again.signature
+                if same and again.compiled.read.changed() is None:
                     self._ask(again.compiled.number)
-                    return again.compiled.again(args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
+                    return again.compiled.again, (args[0], made, [x for x in rest if isinstance(x, torch.Tensor)])
         leaves, spec = optree.tree_flatten(cast("Any", args))  # its types want a tree of one type of leaves
-        if tracing:
-            key = (spec, tuple(signature_of(leaves, labels=True)), settings, recorded_mesh())
-            return self._call_inside(args, leaves, key)
         signature = signature_of(leaves, self._several)
         # Compared with the last one before it is hashed, because this runs at every step for every leaf.
         last = self._last
         if last is None or signature != last[0] or spec != last[1] or settings != last[2].ambient:
             key = (spec, tuple(signature), settings)
-            known = _known(key, self.cache, args)
-            self._ask(self.cache[key].number if known else 0, (spec, signature, settings))
-            if not known:
-                self._tell_second(spec, signature, settings)
-                self.cache[key] = self._build(args, leaves)
-            last = self._last = (signature, spec, self.cache[key])
+            compiled = self.cache[key] if _known(key, self.cache, args) else None
         else:
-            self._ask(last[2].number)
+            compiled = last[2]
+        changed = None if compiled is None else compiled.read.changed()
+        if compiled is None or changed is not None:
+            key = (spec, tuple(signature), settings)
+            self._ask(0, changed or self._changed(*key))
+            self._tell_again(changed, key)
+            compiled = self.cache[key] = self._build(args, leaves)
+        else:
+            same = last is not None and compiled is last[2]
+            self._ask(compiled.number, "" if same else self._changed(spec, signature, settings))
+        if last is None or compiled is not last[2]:
+            last = self._last = (signature, spec, compiled)
         compiled, self._again = last[2], None
         if compiled.whole is not None:
             others = optree.tree_structure(cast("Any", args[1:]))
             self._again = Again(compiled, others, last[0][compiled.whole.state.num_leaves :], compiled.ambient)
-        # Nothing comes after the call: what is interrupted there would lose its result, and the donated state with it.
-        return compiled(leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)])
+        return compiled, (leaves if compiled.only_tensors else [x for x in leaves if isinstance(x, torch.Tensor)],)
 
-    def _ask(self, number: int | None, new: tuple | None = None) -> None:
+    def _ask(self, number: int | None, new: str = "") -> None:
         """Ask all ranks whether they run the same compiled signature in this call, and hear what they said of the last
-        one. new: structure and signature, of which this rank knows no compiled one or another than in its last call; it
-        waits for the others. ValueError where they have another; they are told in their next call, if they come to it.
+        one. new: what differs on this rank from its last call, which it says if others have another; it waits for them.
+        ValueError where they have another; they are told in their next call, if they come to it.
         """
         if self.world is None or not self._agreed:
             return
         before, self._asked = self._asked, self.world.same_later(1 if number is None else number)
         if before is not None and not before():
-            raise self._disagreement("in the call before this one", None)
-        if new is not None and not self._asked():
+            raise self._disagreement("in the call before this one", "")
+        if new and not self._asked():
             raise self._disagreement("here", new)
 
-    def _disagreement(self, where: str, new: tuple | None) -> ValueError:
+    def _disagreement(self, where: str, new: str) -> ValueError:
         assert self.world is not None and self._last is not None, "ranks called it before"
-        changed = "what it is called with has not changed on this rank"
-        if new is not None:
-            changed = f"on this rank {self._changed(*new)}"
+        changed = f"on this rank {new}" if new else "what it is called with has not changed on this rank"
         return ValueError(
             f"jit of {described(self.fn)}, called at {line_here()}: rank {self.world.rank}: got arguments "
             f"{where} whose signature differs from that on other ranks: {changed}; wanted all ranks to change "
@@ -263,27 +248,32 @@ class Jitted:
 
     def _changed(self, spec, signature, settings: Ambient) -> str:
         """What differs from the last call."""
-        assert self._last is not None, "it was called before"
+        if self._last is None:
+            return "all is new"
         said = changes(self._last[2].ambient, settings)
         if signature != self._last[0] or spec != self._last[1]:
             said.insert(0, differences((self._last[1], self._last[0]), (spec, signature)))
         return "; ".join(said)
 
-    def _tell_second(self, spec, signature, settings: Ambient) -> None:
-        """Once: a second graph is compiled, and why; that may be wanted (another batch size) or not (a number)."""
-        last = self._last
-        if last is not None and len(self.cache) == 1 and (self.world is None or self.world.rank == 0):
-            changed = self._changed(spec, signature, settings)
-            warnings.warn(f"{self.name} is compiled again (reported once): {changed}", stacklevel=3)
+    def _tell_again(self, changed: str | None, key: tuple) -> None:
+        """A second graph is compiled, and why: because of the user's code, each time, or once of a signature, which may
+        be wanted (another batch size) or not (a number)."""
+        if self.world is not None and self.world.rank > 0:
+            return
+        if changed is not None:
+            warn_users(f"{self.name} is compiled again, as its code has changed: {changed}")
+        elif self._last is not None and len(self.cache) == 1:
+            warn_users(f"{self.name} is compiled again (reported once): {self._changed(*key)}")
 
     def _build(self, args, leaves) -> Compiled:
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), torch.device("cpu"))
         target = replace(self.target, backend=usable_backend(self.target.backend, device))
         hint = "" if target.in_order else ' (backend="eager" starts without compiling)'
-        with progress(self.name, hint, None if self.world is None or self.world.rank == 0 else False) as tell:
+        quiet = None if self.world is None or self.world.rank == 0 else False
+        with compiling(), progress(self.name, hint, quiet) as tell:
             tell("tracing")
             check = self._check if self.checks else None
-            compiled = Compiled(self.fn, args, self.donate, target, check, self._newest)
+            compiled = Compiled(self.fn, args, self.donate, target, check, self._newest, self._watching)
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if self._several and self.world is not None:
                 tell("comparing ranks")
@@ -317,21 +307,26 @@ class Jitted:
         if self.donate:  # it updates a state: replicas that drift apart are never seen
             raise ValueError(text)
         if self.world.rank == 0 and (len(missing) < len(traced.in_paths) or communicates(traced)):
-            warnings.warn(f"{text}; this one is not checked", stacklevel=6)
+            warn_users(f"{text}; this one is not checked")
         return None
 
-    def _call_inside(self, args, leaves, key):
+    def _call_inside(self, args: tuple):
         """Called while another function is traced: one opaque node, compiled once. What it donates is donated by the
         outermost jit, if that does: inside, memory belongs to the graph around."""
+        leaves, spec = optree.tree_flatten(cast("Any", args))
+        key = (spec, tuple(signature_of(leaves, labels=True)), ambient(), recorded_mesh())
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             raise ValueError(
                 f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "
                 "gradient; differentiate inside of it, call the plain function (.fn), or make it a compiled_layer"
             )
-        if not _known(key, self._inside, args):
-            with outside_of_tracing():
+        known = self._inside[key] if _known(key, self._inside, args) else None
+        if known is None or known[2].changed() is not None:
+            seen = self._watching.begin()
+            with compiling(), outside_of_tracing():
                 fn = own_results(self.fn, self.donate) if self.donate else self.fn
-                traced = trace(fn, args, mesh=key[-1])
+                traced = trace(fn, args, mesh=key[-1], reads=seen)
+            read = self._watching.end(seen)
             if any(traced.aliased):
                 path = traced.out_paths[traced.aliased.index(True)]
                 raise ValueError(
@@ -339,8 +334,10 @@ class Jitted:
                     "return a copy"
                 )
             entry = Entry.make(self.name, traced.graph_module, traced.fakes, traced.fake_mode)
-            self._inside[key] = (traced, entry)
-        traced, entry = self._inside[key]
+            self._inside[key] = (traced, entry, read)
+        else:
+            known[2].noted_around()
+        traced, entry, _ = self._inside[key]
         outs = entry([x for x in leaves if isinstance(x, torch.Tensor)])
         for x, label in zip(outs, traced.out_labels, strict=True):
             if label is not None:
@@ -385,6 +382,10 @@ def jit(
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
 
+    Settings of torch around a call (autocast, default dtype, determinism, precisions) are part of the signature. What
+    the trace has read of your code, functions and plain values, is compared in every call, and a difference compiles
+    again with a warning that names it (docs/captured.md). On several ranks all must have traced the same step, hold the
+    same replicas, and change in the same call: else an error that names the argument or line, and the rank.
     A second signature is compiled too, with one warning that names what differs. A jitted function that is called while
     another one is traced becomes one opaque node, compiled once; its donate says nothing there, that of the outermost
     jit does.
@@ -417,7 +418,9 @@ def jit(
             their way to the host where that updates ("host-update").
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
-    Raises ValueError for wrong arguments, and at a call for named arguments, and for a step that is impure or wrong.
+    Raises ValueError for wrong arguments, and at a call for named arguments, for a step that is impure or wrong, and
+    for ranks that are called with other signatures; FailedOnRank where they have traced other steps, and
+    ReplicasDifferError where replicas of what is donated differ at the first call.
     """
     if not callable(fn) or isinstance(fn, torch.nn.Module) and fn.state_dict():
         raise ValueError(

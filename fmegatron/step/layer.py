@@ -26,6 +26,7 @@ from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.tracing import described
+from fmegatron.step.watched import Watched, Watching
 from fmegatron.tree import structure
 
 __all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
@@ -141,13 +142,14 @@ class _Halves:
     spec: Any
     forward: Entry
     backward: Entry
+    read: Watched
 
 
 @dataclass(frozen=True, repr=False)
 class CompiledLayer:
     """What `compiled_layer(...)(fn, prepare)` returns: call it like the function.
 
-    halves: (structure, shapes) -> the compiled pair.
+    watching: what its traces have read. halves: (structure, shapes) -> the compiled pair.
     """
 
     fn: Callable
@@ -155,6 +157,7 @@ class CompiledLayer:
     save: Policy
     offload: int | None
     name: str
+    watching: Watching = field(compare=False)
     halves: dict[Any, _Halves] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -166,12 +169,16 @@ class CompiledLayer:
         weights, trained = self._weights(x, shards)
         inputs = (x, weights, rest, named)
         key = (structure.flatten(inputs)[2], tuple(map(meta_of, tree.leaves(inputs))), trained, ambient())
-        if key not in self.halves:
+        known = self.halves.get(key)
+        if known is None or known.read.changed() is not None:
+            seen = self.watching.begin()
             with outside_of_tracing():
-                with joint_graph(inputs, f"layer {described(self.fn)}", trained) as call:
+                with joint_graph(inputs, f"layer {described(self.fn)}", trained, seen) as call:
                     given, of, others, by_name = call.given
                     call.result = self.fn(given, of, *others, **by_name)
-                self.halves[key] = _cut(call.joint, self.save, self.name)
+            self.halves[key] = _cut(call.joint, self.save, self.name, self.watching.end(seen))
+        else:
+            known.read.noted_around()
         specs = tuple(structure.flatten(given)[2] for given in (shards, (rest, named)))
         pair, leaves = self.halves[key], (*tree.leaves(shards), *tree.leaves(inputs[2:]))
         return structure.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
@@ -227,7 +234,7 @@ def _of_function(save, label, offload, fn: Callable, prepare: Callable | None = 
             "a function is compiled_layer(save=...)(fn), and is called with (x, weights, *rest)"
         )
     name = label or getattr(getattr(fn, "func", fn), "__name__", "layer")
-    return CompiledLayer(fn, prepare, save, offload, name)
+    return CompiledLayer(fn, prepare, save, offload, name, Watching(fn, name))
 
 
 def remat(fn: Callable, prepare: Callable | None = None, save: Policy = "inputs") -> Callable:
@@ -254,11 +261,11 @@ def _require_tensors(fn: Callable, x: Any, shards: Any, rest: Any) -> None:
             )
 
 
-def _cut(joint: Any, save: Policy, name: str) -> _Halves:
+def _cut(joint: Any, save: Policy, name: str, read: Watched) -> _Halves:
     parts = partition(joint, save)
     forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
     backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
-    return _Halves(parts, joint.spec, forward, backward)
+    return _Halves(parts, joint.spec, forward, backward, read)
 
 
 class _Layer(torch.autograd.Function):

@@ -7,6 +7,7 @@ import copy
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from fmegatron import collectives, tree
 from fmegatron.nn import weight
 
-__all__ = ["MACHINERY", "TORCH", "described", "frames_of", "line_here", "line_of", "raised_at"]
+__all__ = ["MACHINERY", "TORCH", "described", "frames_of", "line_here", "line_of", "raised_at", "warn_users"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -72,3 +73,11 @@ def raised_at(e: BaseException) -> str:
     """The line of the user's code that an exception came from."""
     frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
     return line_of(reversed(frames)) or "?"
+
+
+def warn_users(text: str) -> None:
+    """A warning at the line of the user's code that is running, found by its file."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*MACHINERY, _PACKAGE)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -83,7 +83,7 @@ class Call:
 
 
 @contextlib.contextmanager
-def joint_graph(inputs: tuple[Any, Any, tuple, dict], name: str, trained: Sequence[bool]) -> Iterator[Call]:
+def joint_graph(inputs: tuple[Any, Any, tuple, dict], name: str, trained: Sequence[bool], reads=None) -> Iterator[Call]:
     """Record a call `fn(x, weights, *rest, **named) -> tree of ys` together with the gradients of x and of the weights
     that are trained, one bool for each leaf of them. Whoever opens the context makes the call:
 
@@ -100,7 +100,7 @@ def joint_graph(inputs: tuple[Any, Any, tuple, dict], name: str, trained: Sequen
     differentiable += [False] * (len(tensors) - len(differentiable))
     mode, call = FakeTensorMode(), Call()
     fakes = make_fakes(tensors, mode)
-    with record(mode, name) as recorder:
+    with record(mode, name, reads=reads) as recorder:
         primals = [t.detach().requires_grad_(d) for t, d in zip(recorder.inputs(fakes), differentiable, strict=True)]
         call.given = cast("tuple[Any, Any, tuple, dict]", structure.unflatten(spec, primals))
         yield call

@@ -18,11 +18,13 @@ from typing import Any, cast
 import torch
 import torch._decomp
 import torch._inductor
+from torch._dynamo import convert_frame
 from torch._functorch import config as _functorch_config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs, min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -66,6 +68,7 @@ __all__ = [
     "Recorder",
     "TorchDispatchMode",
     "below_autograd",
+    "compiling",
     "compile_flat_graph",
     "cpp_compiler",
     "decomposition_of",
@@ -81,6 +84,7 @@ __all__ = [
     "last_call_of",
     "last_recorded",
     "is_tracing",
+    "loop_of",
     "lower_own",
     "make_fx",
     "mark_backward",
@@ -276,6 +280,17 @@ def quiet_about_shapes():
         yield
     finally:
         logger.removeFilter(passes)
+
+
+def compiling() -> contextlib.AbstractContextManager:
+    """torch's own lock of its compiler: it patches itself for the whole process while it traces and compiles."""
+    return convert_frame.compile_lock
+
+
+def loop_of(func) -> str | None:
+    """The name of an operator of torch that runs functions as graphs of their own; None for any other function."""
+    loops = ("cond", "while_loop", "scan", "associative_scan", "map_impl", "switch")
+    return func.name() if isinstance(func, HigherOrderOperator) and func.name() in loops else None
 
 
 def below_autograd(run):

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
-from fmegatron.collectives import kinds, rank_counts
+from fmegatron.collectives import kinds, known_ranks, rank_counts
 from fmegatron.collectives.known_ranks import Recorded, recorded_mesh
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import layout, notation
@@ -40,6 +40,7 @@ from fmegatron.step.torch_private import (
     TorchDispatchMode,
     forget_constant,
     fx_traceback,
+    loop_of,
     opname,
     outside_of_tracing,
     quiet_about_shapes,
@@ -101,13 +102,14 @@ class Traced:
         return structure.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
 
 
-def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None) -> Traced:
+def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None, reads: Any = None) -> Traced:
     """Run `fn(*args)` once on fake tensors and return its flat graph.
 
     args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
     mesh: of the ranks that will run it, where the arguments do not know theirs; within another trace, that of this one.
+    reads: who notes the functions that are entered (`step.watched`).
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
     uses a tensor that is not an argument, draws random numbers from a generator (`step.purity`), or returns tensors in
     what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
@@ -128,7 +130,7 @@ def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None
     of_paths = {storage_of(x): path for x, path in zip(fakes, in_paths, strict=True)}
     made_here: list[str] = []
     second = any(x.is_meta for x in leaves if isinstance(x, torch.Tensor))
-    with record(mode, name, known or mesh, of_paths, made_here, second) as recorder:
+    with record(mode, name, known or mesh, of_paths, made_here, second, reads) as recorder:
         for x, label in zip(recorder.inputs(fakes), labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)
@@ -181,12 +183,14 @@ def record(
     paths: Mapping[int, str] = MappingProxyType({}),
     made_here: list[str] | None = None,
     second: bool = False,
+    reads: Any = None,
 ) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
     because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
     None: that of the trace around it, where there is one. paths: of the arguments by their memory (`storage_of`), which
-    errors name. made_here: takes lines, as `Traced` has them. second: whether the arguments are on the device meta."""
-    root = Recorded(mesh or recorded_mesh())
+    errors name. made_here: takes lines, as `Traced` has them. second: whether the arguments are on the device meta.
+    reads: who notes what is entered (`step.watched`); None: who does of the trace around."""
+    root = Recorded(mesh or recorded_mesh(), reads or known_ranks.recorded_reads())
     with (
         explained(name, paths, second),
         quiet_about_shapes(),
@@ -197,7 +201,7 @@ def record(
         mode,
         fx_traceback.preserve_node_meta(),
         recording(root) as recorder,
-        _Lines(paths),
+        _Lines(paths, root.reads),
         _Copies(paths, [] if made_here is None else made_here),
     ):
         yield recorder
@@ -223,17 +227,19 @@ def as_of(line: str) -> contextlib.AbstractContextManager:
 
 
 class _Lines(TorchDispatchMode):
-    """Notes for every op of the forward the line of the user's code that it comes from. paths: as of `record`."""
+    """Notes for every op of the forward the line of the user's code that it comes from. paths, reads: of `record`."""
 
-    def __init__(self, paths: Mapping[int, str]):
+    def __init__(self, paths: Mapping[int, str], reads: Any):
         super().__init__()
-        self.paths = paths
+        self.paths, self.reads = paths, reads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:
             line = line_of(frames_of(sys._getframe(1)))
+            if self.reads is not None:
+                self.reads.look(sys._getframe(1))
             fx_traceback.set_stack_trace([line] if line else [])
         if kinds.collective_of(func):
             for x in tree.leaves(args[0]):
@@ -266,6 +272,12 @@ class _Copies(TorchFunctionMode):
             raise ValueError(
                 f"{line_here()}: got a shallow copy or a pickle of a tensor (copy.copy, pickle, torch.save), wanted "
                 "none, as while a step is traced a tensor has no values; x.clone() copies one"
+            )
+        if (loop := loop_of(func)) is not None:
+            raise ValueError(
+                f"{line_here()}: got {loop}, which runs functions as graphs of their own, wanted one flat graph, in "
+                "which collectives, the check and donation see each op; torch.where(p, a, b) in place of a condition, "
+                "`for i in range(n)` in place of a loop; step.layers compiles the body of many turns once"
             )
         over = next((over for a in (*args, *(kwargs or {}).values()) if (over := rank_counts.of_ranks(a))), None)
         noted = contextlib.nullcontext() if over is None else fx_traceback.annotate({_OF_RANKS: over})

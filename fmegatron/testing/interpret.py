@@ -7,6 +7,7 @@ same tensors compute once.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -93,12 +94,15 @@ def _own(value):
     return type(value)(_own(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = False) -> tuple[list[list], dict]:
+def interpret(
+    graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = False, around: Callable | None = None
+) -> tuple[list[list], dict]:
     """Run a flat graph (see `inline_layers`) for every rank of the mesh.
 
     inputs: per placeholder the list of its values, one per rank. -> (per output such a list, and the same for every
     node if `keep`, else an empty dict). The inputs are not changed, whatever the graph writes in place. Nodes that draw
-    random numbers draw once for all ranks. Raises ValueError for a graph over axes of another mesh.
+    random numbers draw once for all ranks. around: (node, function, args, kwargs) -> what the node gives, of what is no
+    collective and changes nothing in place. Raises ValueError for a graph over axes of another mesh.
     """
     kinds.require_mesh_of_graph(graph, mesh, "simulate", "the ranks")
     values: dict[fx.Node, list] = {}
@@ -114,7 +118,7 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
             elif collective:
                 out = _communicate(collective, node, values, mesh)
             else:
-                out = _compute(node, values, mesh.size, share=node not in written)
+                out = _compute(node, values, mesh.size, node not in written, around)
             if node in written and (node.op == "placeholder" or collective not in (None, table.DECLARE)):
                 out = [_own(v) for v in out]  # what is written in place belongs to one rank alone
             values[node] = out
@@ -125,7 +129,7 @@ def interpret(graph: fx.Graph, mesh: Mesh, inputs: list[list], keep: bool = Fals
     raise AssertionError("interpret: the graph has no output node")
 
 
-def _compute(node, values, world, share):
+def _compute(node, values, world, share, around):
     done, out = {}, []
     sources = node.all_input_nodes
     target, more = that_copies(node) if share else (node.target, {})
@@ -134,7 +138,10 @@ def _compute(node, values, world, share):
         if key not in done:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, rank=rank: values[n][rank])
             try:
-                done[key] = target(*args, **kwargs, **more)
+                if around is None or not share:
+                    done[key] = target(*args, **kwargs, **more)
+                else:
+                    done[key] = around(node, target, args, {**kwargs, **more})
             except (RuntimeError, IndexError) as e:  # what fake tensors let pass: products of two dtypes, wrong indices
                 raise ValueError(f"simulate: {node.meta.get('at', '?')}: {node.target} on rank {rank}: {e}") from None
         out.append(done[key])
