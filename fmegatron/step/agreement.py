@@ -14,6 +14,7 @@ import xxhash
 from fmegatron import tree
 from fmegatron.collectives import World, kinds
 from fmegatron.layout import Layout
+from fmegatron.step.ambient import Ambient, in_words
 from fmegatron.step.graph.nodes import is_start, meta_text
 from fmegatron.step.opaque import inline_layers
 from fmegatron.step.replicas import ReplicasDifferError, compare_leaves
@@ -39,13 +40,14 @@ def number_of(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) >> 2
 
 
-def require_same_graph(traced: Traced, leaves: list, world: World, name: str) -> tuple[bool, int]:
-    """FailedOnRank, on all ranks and naming one, unless all have traced the same step of the same arguments; all call
-    it. Sizes may differ where the layouts of the arguments say so. -> (whether any rank communicates, `number_of` it).
+def require_same_graph(traced: Traced, leaves: list, settings: Ambient, world: World, name: str) -> tuple[bool, int]:
+    """FailedOnRank, on all ranks and naming one, unless all have traced the same step of the same arguments under the
+    same settings of torch; all call it. Sizes may differ where the layouts of the arguments say so. -> (whether any
+    rank communicates, `number_of` it).
 
     leaves: of the arguments.
     """
-    lines = _lines_of(traced, leaves)
+    lines = [*in_words(settings), *_lines_of(traced, leaves)]
     number, sends = number_of("\n".join(lines)), communicates(traced)
     least, most, any_sends = world.minimum(torch.tensor([number, -number, -int(sends)])).tolist()
     if any_sends and not least == -most == number or any_sends and least != -most:
@@ -59,26 +61,34 @@ def require_same_graph(traced: Traced, leaves: list, world: World, name: str) ->
             error = (
                 f"ranks have to run the same step: got {got} here, wanted {wanted}, which rank 0 has; give all ranks "
                 "batches of one shape, dtype and structure (what differs by rank in its size needs a layout that says "
-                "so), and no Python number that depends on the rank (collectives.axis_index is the rank as a tensor)"
+                "so), the same settings of torch, and no Python number that depends on the rank "
+                "(collectives.axis_index is the rank as a tensor)"
             )
         world.agree(error, f"{name}, called for the first time with this signature,")
     return bool(any_sends), number
 
 
 def require_same_replicas(args: tuple, donate: tuple[int, ...], world: World, name: str) -> None:
-    """ReplicasDifferError, on all ranks, where a leaf of the donated arguments, whose layout is known, has other bits
-    on ranks that hold the same part. All call it."""
-    given = tuple(args[i] for i in donate)
-    found = [(p, x, tree.layout_of(x)) for p, x in zip(tree.paths(given), tree.leaves(given), strict=True)]
-    known: list[tuple[str, torch.Tensor, Layout]] = [(p, x, y) for p, x, y in found if y is not None]
-    difference = compare_leaves(known, world)
-    if difference is not None:
+    """ReplicasDifferError, on all ranks, where a leaf of the arguments, whose layout is known, has other bits on ranks
+    that hold the same part: the donated ones first. All call it."""
+    order = [*donate, *(i for i in range(len(args)) if i not in donate)]
+    for i in order:
+        found = [(p, x, tree.layout_of(x)) for p, x in zip(tree.paths(args[i]), tree.leaves(args[i]), strict=True)]
+        known: list[tuple[str, torch.Tensor, Layout]] = [(p, x, y) for p, x, y in found if y is not None]
+        difference = compare_leaves(known, world)
+        if difference is None:
+            continue
         path, layout, first, rank = difference
-        path = path.partition("/")[2] or path
+        fix = (
+            "or they train two models; draw the state by the same key on all ranks (tree.init(specs, key, rank)), and "
+            "read the same files"
+            if i in donate
+            else "as their layout says; give these ranks the same rows (loop.own_rows cuts them by the mesh), or state "
+            "the layout that they have"
+        )
         raise ReplicasDifferError(
-            f"{path}: got other bits of the same elements ({layout}) on ranks {first} and {rank} when {name} was "
-            "called first, wanted replicas alike, or they train two models; draw the state by the same key on all "
-            "ranks (tree.init(specs, key, rank)), and read the same files",
+            f"{path or f'argument {i}'}: got other bits of the same elements ({layout}) on ranks {first} and {rank} "
+            f"when {name} was called first, wanted replicas alike, {fix}",
             path,
             (first, rank),
             0,

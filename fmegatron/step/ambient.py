@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fmegatron.step.torch_private import SETTINGS
 
-__all__ = ["Ambient", "ambient", "changes", "compiled_without_autocast", "without_autocast"]
+__all__ = ["Ambient", "ambient", "changes", "compiled_without_autocast", "in_words", "without_autocast"]
 
 Ambient = tuple
 _READ = tuple(SETTINGS.values())
+_WORDS = MappingProxyType({None: "off", True: "on", False: "off"})
 _AUTOCAST = tuple(name for name in SETTINGS if name.startswith("autocast"))
 
 
@@ -30,12 +32,16 @@ def ambient() -> Ambient:
 
 def changes(before: Ambient, now: Ambient) -> list[str]:
     """["torch's autocast on cpu is torch.bfloat16, was off"]"""
-    words = {None: "off", True: "on", False: "off"}
     return [
-        f"torch's {name} is {words.get(new, new)}, was {words.get(old, old)}"
+        f"torch's {name} is {_WORDS.get(new, new)}, was {_WORDS.get(old, old)}"
         for name, old, new in zip(SETTINGS, before, now, strict=True)
         if old != new
     ]
+
+
+def in_words(settings: Ambient) -> list[str]:
+    """["torch's autocast on cpu: off", ...]"""
+    return [f"torch's {name}: {_WORDS.get(value, value)}" for name, value in zip(SETTINGS, settings, strict=True)]
 
 
 @contextlib.contextmanager

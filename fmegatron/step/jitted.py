@@ -277,7 +277,8 @@ class Jitted:
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if self._several and self.world is not None:
                 tell("comparing ranks")
-                sends, number = require_same_graph(compiled.traced, leaves, self.world, f"{self.name}")
+                found = (compiled.traced, leaves, compiled.ambient)
+                sends, number = require_same_graph(*found, self.world, self.name)
                 if sends:
                     compiled.number, self._agreed = number, True
                     require_same_replicas(args, self.donate, self.world, self.name)

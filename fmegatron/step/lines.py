@@ -26,14 +26,29 @@ TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PRODUCTS = os.path.abspath(weight.__file__)  # who multiplies says more than how
 _CONTEXTS = os.path.abspath(contextlib.__file__)  # between a context and whoever opened it
 _COPY = os.path.abspath(copy.__file__)  # of Python, which users call
-MACHINERY = (TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, _COPY, "<")
+# Code that is made by programs. What users type has names that are no files, too: <stdin>, <ipython-input-7-...>.
+_GENERATED = (
+    "<frozen ",
+    "<eval_with_key>",
+    "<attrs generated",
+    "<decorator-gen",
+    "<lambdifygenerated",
+    "<__",
+    "<made>",
+)
+MACHINERY = (TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, _COPY, *_GENERATED)
 
 
 def frames_of(frame) -> Iterator[tuple[str, int]]:
     """(file, line) of a frame and of those that called it."""
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
+        yield _file_of(frame.f_code.co_filename, frame.f_code.co_name), frame.f_lineno
         frame = frame.f_back
+
+
+def _file_of(file: str, function: str) -> str:
+    """The file of a frame. The methods of dataclasses (__init__) are code of "<string>" as that of python -c is."""
+    return "<made>" if file == "<string>" and function.startswith("__") else file
 
 
 def line_here() -> str:
@@ -71,7 +86,7 @@ def described(fn: Callable) -> str:
 
 def raised_at(e: BaseException) -> str:
     """The line of the user's code that an exception came from."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(e.__traceback__)]
+    frames = [(_file_of(f.filename, f.name), f.lineno) for f in traceback.extract_tb(e.__traceback__)]
     return line_of(reversed(frames)) or "?"
 
 

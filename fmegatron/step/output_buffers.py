@@ -16,7 +16,7 @@ import torch
 from fmegatron.step.graph.memory import memory_of
 from fmegatron.step.graph.nodes import items_of, written_by
 from fmegatron.step.graph.order import ancestors
-from fmegatron.step.torch_private import outside_of_tracing
+from fmegatron.step.torch_private import OWN_LOWERING, outside_of_tracing
 
 __all__ = ["barrier", "in_own_memory", "with_own_outputs"]
 
@@ -33,7 +33,7 @@ def in_own_memory(graph: torch.fx.Graph, outs: list, written: list, into: list, 
     if not values:
         return [], []
     old = _read_to_the_end(graph, dict(zip(into, written, strict=True)))
-    node = graph.call_function(torch.ops.fmegatron_step.own.default, (values, old))
+    node = graph.call_function(torch.ops.fmegatron_step.own.default, (values, old, OWN_LOWERING))
     node.meta["val"] = [_copy_of(value) for value in values]
     own = [graph.call_function(operator.getitem, (node, i)) for i in range(len(values))]
     for value, like in zip(own, node.meta["val"], strict=True):
@@ -109,9 +109,11 @@ def _define_ops():
     library.define("barrier(Tensor x, Tensor after) -> Tensor")
     library.impl("barrier", lambda x, after: x.clone(), "CompositeExplicitAutograd")
     torch.library.register_fake("fmegatron_step::barrier", lambda x, after: torch.empty_like(x), lib=library)
-    library.define("own(Tensor[] xs, Tensor[] old) -> Tensor[]")
-    library.impl("own", lambda xs, old: [x.clone() for x in xs], "CompositeExplicitAutograd")
-    torch.library.register_fake("fmegatron_step::own", lambda xs, old: [torch.empty_like(x) for x in xs], lib=library)
+    library.define("own(Tensor[] xs, Tensor[] old, int version) -> Tensor[]")
+    library.impl("own", lambda xs, old, version: [x.clone() for x in xs], "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "fmegatron_step::own", lambda xs, old, version: [torch.empty_like(x) for x in xs], lib=library
+    )
     return library
 
 

@@ -15,9 +15,17 @@ from fmegatron.collectives import kinds
 from fmegatron.layout import dtypes
 from fmegatron.step.graph.nodes import storage_of
 from fmegatron.step.lines import MACHINERY, TORCH, raised_at
-from fmegatron.step.torch_private import DataDependentOutputException, DynamicOutputShapeException
+from fmegatron.step.torch_private import DataDependentOutputException, DynamicOutputShapeException, opname
 
-__all__ = ["OF_ONE_DTYPE", "explained", "require_one_device", "require_one_dtype", "tell_failed"]
+__all__ = [
+    "OF_ONE_DEVICE",
+    "OF_ONE_DTYPE",
+    "explained",
+    "require_device_of_outputs",
+    "require_one_device",
+    "require_one_dtype",
+    "tell_failed",
+]
 
 
 @contextlib.contextmanager
@@ -170,12 +178,43 @@ def require_one_dtype(args) -> None:
         raise RuntimeError(f"a product: got {several}, wanted one dtype; cast one: x.to(y.dtype)")
 
 
-def require_one_device(op, args) -> None:
-    """RuntimeError for an element by element op in place of tensors on two devices, which fake tensors let pass."""
-    if torch.Tag.pointwise in op.tags and op is not torch.ops.aten.copy_.default:
-        devices = {str(x.device) for x in args if isinstance(x, torch.Tensor) and x.dim()}
-        if len(devices) > 1:
-            raise RuntimeError(f"{_TWO_DEVICES}, {' and '.join(sorted(devices))}!")
+# What takes no number of the CPU (a tensor without dims) beside another device, as element by element ops do.
+OF_ONE_DEVICE = ("cat", "stack")
+
+
+def require_one_device(op, args, second: bool) -> None:
+    """RuntimeError for tensors on two devices, which fake tensors let pass: of an element by element op in place, of
+    what joins tensors, and of a collective, whose ranks send from the device of the arguments. second: whether the
+    arguments of the step are on the device meta."""
+    given = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+    collective = kinds.collective_of(op)
+    if collective is not None and collective.sent is not None:
+        devices = {str(x.device) for x in given} | ({"meta"} if second else set())
+    elif opname(op) in OF_ONE_DEVICE:
+        devices = {str(x.device) for x in given}
+    elif torch.Tag.pointwise in op.tags and op is not torch.ops.aten.copy_.default:
+        devices = {str(x.device) for x in given if x.dim()}
+    else:
+        return
+    _require_one(devices)
+
+
+def require_device_of_outputs(outputs, inputs, grad_outputs=None, *_, **named) -> None:
+    """The same for a gradient that torch.autograd.grad is given."""
+    del inputs, named
+    pairs = zip(_several(outputs), _several(grad_outputs), strict=False)
+    for output, grad in pairs:
+        if isinstance(grad, torch.Tensor) and grad.dim():
+            _require_one({str(output.device), str(grad.device)})
+
+
+def _several(x) -> tuple:
+    return tuple(x) if isinstance(x, list | tuple) else (x,)
+
+
+def _require_one(devices: set[str]) -> None:
+    if len(devices) > 1:
+        raise RuntimeError(f"{_TWO_DEVICES}, {' and '.join(sorted(devices, key=lambda x: x != 'meta'))}!")
 
 
 def _words(args, kwargs) -> str:

@@ -58,6 +58,7 @@ except ImportError:  # lines of backward nodes are lost without it, nothing else
     setup_stacktrace_preservation_hooks = None
 
 __all__ = [
+    "OWN_LOWERING",
     "SETTINGS",
     "UNSAFE_VIEW",
     "DataDependentOutputException",
@@ -365,6 +366,11 @@ def lower_own(graph_module) -> None:
             lowering.make_fallback(op, layout_constraint=constraint, warn=False)
 
 
+# Of the lowering of `fmegatron_step::own`: add one when it changes. It stands in the graph, by which Inductor's cache
+# on disk knows what it has compiled: else code of an older lowering would run.
+OWN_LOWERING = 2
+
+
 @functools.cache
 def _lower_own() -> None:
     """The operator `fmegatron_step::own` (`step.output_buffers`)."""
@@ -395,7 +401,7 @@ def _lower_own() -> None:
                     found[item.args[1]] = user.args[0].target
         return found
 
-    def own(xs, old):  # nothing is done with the old values: that they are read here keeps their memory unchanged
+    def own(xs, old, _):  # nothing is done with the old values: that they are read keeps their memory unchanged
         target, taken, values = written_into(virtualized.graph.current_node), set(), []
         for i, x in enumerate(xs):
             box, inner = place_of(x)
@@ -407,6 +413,10 @@ def _lower_own() -> None:
                 x.realize()
             elif i not in target:
                 taken.add(name or id(box))
+            elif box is not None and x.data is not box and isinstance(inner, ir.Loops):
+                # `copy_` asks a view how it is computed before it has all that reads the input computed: of its old
+                # value, at other indices than those that are written in the same loop.
+                box.realize()
             values.append(x)
         return values
 

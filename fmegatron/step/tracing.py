@@ -32,7 +32,15 @@ from fmegatron.step.purity import (
     require_no_hidden_tensors,
     require_pure,
 )
-from fmegatron.step.refused import OF_ONE_DTYPE, explained, require_one_device, require_one_dtype, tell_failed
+from fmegatron.step.refused import (
+    OF_ONE_DEVICE,
+    OF_ONE_DTYPE,
+    explained,
+    require_device_of_outputs,
+    require_one_device,
+    require_one_dtype,
+    tell_failed,
+)
 from fmegatron.step.regather import regathered
 from fmegatron.step.torch_private import (
     FakeTensorMode,
@@ -46,6 +54,7 @@ from fmegatron.step.torch_private import (
     quiet_about_shapes,
     recording,
 )
+from fmegatron.step.watched import Seen
 from fmegatron.tree import structure
 from fmegatron.tree.labels import alike, label_of, labelled
 
@@ -71,7 +80,7 @@ class Traced:
     leaves ("0/params/head/w"). out_tree: optree structure of the result; out_static: per leaf of the result None for a
     tensor, else (value,) of a Python constant. aliased: per output, whether it shares storage with an input. called_at:
     the line that called `trace`, which is that of ops for which no line inside of the step stands. made_here: lines
-    that make a tensor with dims on no device in particular, or on one by name. in_labels, out_labels: the layouts of
+    that make a tensor on no device in particular, or on one by name. in_labels, out_labels: the layouts of
     the tensors of the arguments (`tree.place`), and what the function itself knew of those that it returned; None: not
     known.
     """
@@ -102,7 +111,9 @@ class Traced:
         return structure.unflatten(self.out_tree, [next(rest) if s is None else s[0] for s in self.out_static])
 
 
-def trace(fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None, reads: Any = None) -> Traced:
+def trace(
+    fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None, reads: Seen | None = None
+) -> Traced:
     """Run `fn(*args)` once on fake tensors and return its flat graph.
 
     args: trees whose tensor leaves give shape, stride, dtype and device (values are not read; meta tensors will do);
@@ -171,7 +182,7 @@ def own_results(fn: Callable, of: Sequence[int] | None = None) -> Callable:
 
 def make_fakes(tensors, mode) -> list:
     """Fake tensors of the same shape, stride, dtype and device."""
-    with outside_of_tracing(), mode:
+    with outside_of_tracing(), torch.inference_mode(False), mode:
         return [torch.empty_strided(*meta_of(t)[:2], dtype=t.dtype, device=t.device) for t in tensors]
 
 
@@ -183,7 +194,7 @@ def record(
     paths: Mapping[int, str] = MappingProxyType({}),
     made_here: list[str] | None = None,
     second: bool = False,
-    reads: Any = None,
+    reads: Seen | None = None,
 ) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
     because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
@@ -196,12 +207,13 @@ def record(
         quiet_about_shapes(),
         generators_kept(name),
         outside_of_tracing(),
+        torch.inference_mode(False),  # a step that takes gradients has them wherever it is called
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
         mode,
         fx_traceback.preserve_node_meta(),
         recording(root) as recorder,
-        _Lines(paths, root.reads),
+        _Lines(paths, second, root.reads),
         _Copies(paths, [] if made_here is None else made_here),
     ):
         yield recorder
@@ -227,11 +239,12 @@ def as_of(line: str) -> contextlib.AbstractContextManager:
 
 
 class _Lines(TorchDispatchMode):
-    """Notes for every op of the forward the line of the user's code that it comes from. paths, reads: of `record`."""
+    """Notes for every op of the forward the line of the user's code that it comes from. The arguments are those of
+    `record`."""
 
-    def __init__(self, paths: Mapping[int, str], reads: Any):
+    def __init__(self, paths: Mapping[int, str], second: bool, reads: Seen | None):
         super().__init__()
-        self.paths, self.reads = paths, reads
+        self.paths, self.second, self.reads = paths, second, reads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if fx_traceback.current_meta.get("in_grad_fn"):
@@ -247,8 +260,9 @@ class _Lines(TorchDispatchMode):
         try:
             if opname(func) in OF_ONE_DTYPE:
                 require_one_dtype(args)
-            if (schema := schema_of(func)) is not None and schema.is_mutable:
-                require_one_device(func, args)
+            mutable = (schema := schema_of(func)) is not None and schema.is_mutable
+            if mutable or opname(func) in OF_ONE_DEVICE or kinds.collective_of(func):
+                require_one_device(func, args, self.second)
             return func(*args, **(kwargs or {}))
         except Exception as e:
             tell_failed(e, func.name().partition("::")[2], args, kwargs, self.paths)
@@ -286,9 +300,11 @@ class _Copies(TorchFunctionMode):
         elif func is torch.functional.einsum:
             noted = fx_traceback.annotate({_OF_TORCH: "ones"})
         try:
+            if func is torch.autograd.grad:
+                require_device_of_outputs(*args, **(kwargs or {}))
             with noted:
                 made = func(*args, **(kwargs or {}))
-            if isinstance(made, torch.Tensor) and made.dim() and _is_made_here(func, args, kwargs or {}):
+            if isinstance(made, torch.Tensor) and _is_made_here(func, args, kwargs or {}):
                 self.made_here.append(line_here())
             return made
         except Exception as e:

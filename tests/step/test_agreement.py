@@ -63,6 +63,32 @@ def test_what_differs_is_named(ranks, how, words):
     assert time.monotonic() - began < FEW_S
 
 
+def evaluate(rank, how):
+    """One call that donates nothing, of a batch that all ranks of tp hold; `how` is what rank 1 does otherwise."""
+    mesh = Mesh(tp=2)
+    world, axes, other = connect(mesh), Axes(mesh), rank == 1
+    evaluation = step.jit(lambda b: psum(b["x"].sum(), axes["tp"]) / 2, world=world, backend="eager", check=False)
+    x = torch.full((4, 2), 2.0 if how == "rows" and other else 1.0)
+    torch.set_float32_matmul_precision("high" if how == "settings" and other else "highest")
+    try:
+        return float(evaluation(tree.place({"x": x}, Layout((4, 2), x.dtype, mesh), rank)))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("rows", r"x: got other bits of the same elements.*ranks 0 and 1.*<lambda>.*the same rows"),
+        ("settings", r"failed on rank 1.*fp32 precision of .*matmul.*which rank 0 has.*the same settings"),
+    ],
+)
+def test_an_evaluation_that_differs_is_named(ranks, how, words):
+    assert ranks.run(evaluate, "nothing", ranks=2) == [8.0, 8.0]
+    with pytest.raises(RankError, match=f"(?s){words}"):
+        ranks.run(evaluate, how, ranks=2)
+
+
 def warm(rank):
     return rank
 

@@ -55,6 +55,18 @@ def test_autocast(backend, first):
     assert len(jitted.cache) == 3
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_inside_of_inference_mode(backend):
+    """A step takes its gradients wherever it is called; torch refuses them there."""
+    w, x = randn(8, 8), randn(4, 8, seed=1)
+    wanted = descent(w, x)[0]["w"]
+    for around in (torch.inference_mode, torch.no_grad):
+        jitted = step.jit(descent, backend=backend)
+        with around():
+            assert torch.equal(jitted(w.clone(), x.clone())[0]["w"], wanted)
+        assert torch.equal(jitted(w, x)[0]["w"], wanted)
+
+
 def test_the_second_trace_is_said_by_name():
     jitted = step.jit(descent, backend="eager")
     w, x = randn(4, 4), randn(8, 4, seed=1)

@@ -61,6 +61,21 @@ def test_a_leaf_becomes_a_permutation_of_a_value_put_into_it():
     assert different(f, {k: old() for k in forms}, AT, NEW) == []
 
 
+def test_a_leaf_becomes_a_view_of_its_permutation():
+    """The new value is a copy in another order, seen through a view: it was written while the old one was read."""
+
+    def f(state):
+        x = state["x"].view(2, 2, 2, 2)
+        return {
+            "x": x.permute(2, 1, 0, 3).reshape(4, 4),
+            "y": state["y"].view(2, 8).t().reshape(4, 4),
+            "z": (state["z"].view(8, 2).t() + 1).reshape(4, 4).t(),
+            "w": state["x"].view(2, 8).t().reshape(4, 4),
+        }, {"z": state["z"].view(8, 2).t().reshape(4, 4)}
+
+    assert different(f, {name: old() for name in "xyzw"}) == []
+
+
 @pytest.mark.long
 def test_a_permutation_is_returned_beside_the_leaf():
     """The reader at another index is not what is written."""

@@ -1,5 +1,7 @@
 """What torch or Python refuses inside a step is said with the user's line and the leaves that it met."""
 
+import dataclasses
+import functools
 import re
 
 import pytest
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 
 from fmegatron import nn
 from fmegatron.layout import Mesh
-from fmegatron.step import jit, value_and_grad
+from fmegatron.step import jit, trace, value_and_grad
 from fmegatron.testing import simulate
 from tests.step.tiny import line_of
 
@@ -88,6 +90,31 @@ def test_the_line_and_the_leaves(loss, way):
     text = str(caught.value)
     assert line_of(__file__, loss.__name__) in text
     assert re.search(CASES[loss], text), text
+
+
+@pytest.mark.parametrize("name", ["<stdin>", "<string>", "<ipython-input-7-0a1b>", "<python-input-3>"])
+@pytest.mark.parametrize("line, words", [("b['y']", "KeyError: 'y'"), ("h.double() @ p['w'].t()", "'0/w'")])
+def test_code_that_is_in_no_file(name, line, words):
+    """What is typed into a terminal, and what `python -c` runs."""
+    typed = {}
+    exec(compile(f"def f(p, b):\n    h = b['x'] @ p['w']\n    return h * {line}\n", name, "exec"), typed)
+    with pytest.raises(ValueError, match=f"{re.escape(name)}:3.*{re.escape(words)}"):
+        jit(typed["f"], backend="eager")(STATE, BATCH)
+
+
+@dataclasses.dataclass
+class Made:
+    x: torch.Tensor = dataclasses.field(default_factory=functools.partial(torch.ones, 2))
+
+
+def with_a_dataclass(x):
+    return x + Made().x  # HERE with_a_dataclass
+
+
+def test_the_code_of_a_dataclass_is_not_the_users():
+    graph = trace(with_a_dataclass, (torch.ones(2),)).graph_module.graph
+    (made,) = graph.find_nodes(op="call_function", target=torch.ops.aten.ones.default)
+    assert made.meta["at"] == line_of(__file__, "with_a_dataclass")
 
 
 class Mine(RuntimeError):

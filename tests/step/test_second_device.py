@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import step, tree
+from fmegatron.collectives import Axes, axis_index, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import tracing
 from fmegatron.testing import parity, simulate
@@ -51,7 +52,29 @@ def joined(p, b):
     return torch.cat([b["x"] @ p["w"], torch.zeros(8, 1)], 1).sum(1)  # HERE joined
 
 
+def stacked_numbers(p, b):
+    two = torch.tensor(2.0)  # HERE stacked_numbers
+    return torch.stack([(b["x"] @ p["w"]).sum(), two * 2]).sum() * b["x"].sum(1)
+
+
+def number_that_is_sent(p, b):
+    rows = torch.tensor(float(len(b["x"])))  # HERE number_that_is_sent
+    return (b["x"] @ p["w"]).sum(1) / psum(rows, Axes(MESH)["dp"])
+
+
+def moved_and_sent(p, b):
+    total = (b["x"] @ p["w"]).sum().cpu()  # HERE moved_and_sent
+    return psum(total, Axes(MESH)["dp"]) * b["x"].sum(1)
+
+
+def gradient_that_is_given(p, b):
+    w = p["w"].detach().requires_grad_()
+    y = b["x"] @ w * 2
+    return b["x"] @ torch.autograd.grad(y, w, torch.ones(8, 4))[0].sum(1)  # HERE gradient_that_is_given
+
+
 WRONG = [own_labels, mask, constant, by_name, moved_by_name, in_place, joined]
+WRONG += [stacked_numbers, number_that_is_sent, moved_and_sent, gradient_that_is_given]
 
 
 def of_an_argument(p, b):
@@ -75,7 +98,21 @@ def like(p, b):
     return (b["x"] @ p["w"] + b["x"].new_ones(4) + torch.zeros_like(b["x"][0, :4])).sum(1)
 
 
-RIGHT = [of_an_argument, moved, an_index, without_dims, like]
+def own_index(p, b):
+    return (b["x"] @ p["w"]).sum(1) * axis_index(Axes(MESH)["dp"])
+
+
+def number_of_an_argument(p, b):
+    rows = torch.tensor(float(len(b["x"])), device=b["x"].device)
+    return (b["x"] @ p["w"]).sum(1) / psum(rows, Axes(MESH)["dp"])
+
+
+def gradient_without_dims(p, b):
+    w = p["w"].detach().requires_grad_()
+    return b["x"] @ torch.autograd.grad((b["x"] @ w).sum(), w, torch.tensor(2.0))[0].sum(1)
+
+
+RIGHT = [of_an_argument, moved, an_index, without_dims, like, own_index, number_of_an_argument, gradient_without_dims]
 name = lambda f: f.__name__  # noqa: E731
 
 
