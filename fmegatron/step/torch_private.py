@@ -111,6 +111,8 @@ Op = torch._ops.OpOverload  # what the target of a graph's node is, if it is an 
 tensor_uses = cast("Any", torch.Tensor)._use_count  # not in torch's stubs
 storage_uses = torch._C._storage_Use_Count
 storage_number = operator.attrgetter("_cdata")
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")  # a count of the writes into its memory
+overload_name: Callable[[Op], str] = operator.attrgetter("_overloadname")  # "default", "Tensor"
 
 
 def opname(op) -> str:
@@ -118,21 +120,11 @@ def opname(op) -> str:
     return getattr(op, "_opname", "")
 
 
-def overload_name(op: Op) -> str:
-    """The name of the overload: "default", "Tensor"."""
-    return op._overloadname
-
-
 def profiled_events(profile: torch.profiler.profile) -> list[Any]:
     """The events that a profile, which has ended, has recorded, as the library kineto reports them."""
     recorded = profile.profiler
     assert recorded is not None and recorded.kineto_results is not None, "the profile has run"
     return recorded.kineto_results.events()  # of a type that torch's stubs describe in part
-
-
-def version_of(t: torch.Tensor) -> int:
-    """A count of the writes into a tensor's memory."""
-    return t._version
 
 
 def graph_module_of(root, graph: torch.fx.Graph) -> torch.fx.GraphModule:
@@ -262,9 +254,7 @@ def forget_constant(x) -> None:
             known.constant = None
 
 
-def outside_of_tracing():
-    """Context in which ops run for real although an outer trace is active; for building an inner graph."""
-    return _disable_current_modes()
+outside_of_tracing = _disable_current_modes  # context: ops run for real although an outer trace is active
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ _OTHERS = frozenset(
 
 def movements(graph: fx.Graph, mesh: Mesh, inputs: list[list]) -> list[torch.Tensor | None]:
     """Per output of a flat graph of one rank, by how much rounding in torch.float64 can move each element; None of
-    those that are in another dtype. inputs: as of `interpret`. Whole numbers are exact sums, and stay."""
+    those that are in another dtype. inputs: as of `interpret`. Those of integers are exact, and stay."""
     clean, _ = interpret(graph, mesh, inputs)
     most: list[torch.Tensor | None] = [torch.zeros_like(x) if _moves(x) else None for (x,) in clean]
     for run in range(_RUNS):
