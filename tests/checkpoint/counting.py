@@ -1,9 +1,11 @@
 """A place for checkpoints that counts the bytes of chunk files that are read."""
 
 import contextlib
+import math
 import threading
 from dataclasses import dataclass, field
 
+from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.stores import open_store
 from tests.checkpoint.faulty import FaultyStore
@@ -11,10 +13,11 @@ from tests.checkpoint.faulty import FaultyStore
 
 @dataclass
 class Count:
-    """Bytes by file; (file, offset) of every read of a chunk file."""
+    """Bytes by file, but for indexes of shards; (file, offset) of every read of a chunk file. opened: how often."""
 
     files: dict = field(default_factory=dict)
     offsets: list = field(default_factory=list)
+    opened: dict = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, name, offset, nbytes):
@@ -36,10 +39,12 @@ class CountingReader:
     real: object
     name: str
     count: Count
+    end: int  # of its chunks
 
     def read_into(self, into, offset):
         got = self.real.read_into(into, offset)
-        self.count.add(self.name, offset, got)
+        if offset < self.end:
+            self.count.add(self.name, offset, got)
         return got
 
 
@@ -55,8 +60,12 @@ class CountingStorage:
 
     @contextlib.contextmanager
     def open(self, name, size, ranges):
+        with self.count.lock:
+            self.count.opened[name] = self.count.opened.get(name, 0) + 1
+        array = read_manifest(self.real).arrays.get(name.rpartition("/")[0])
+        end = size if array is None or not array.shard else size - 16 * math.prod(array.shard)
         with self.real.open(name, size, ranges) as reader:
-            yield CountingReader(reader, name, self.count)
+            yield CountingReader(reader, name, self.count, end)
 
 
 def counting(path):

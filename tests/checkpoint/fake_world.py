@@ -107,8 +107,8 @@ def assert_same_bits(got, wanted, note=""):
 
 
 @contextlib.contextmanager
-def small_sizes(chunk=128, band=32):
-    """Sizes in bytes instead of MiB: nothing but 0-d leaves is packed, chunks and bands are tiny."""
+def small_sizes(chunk=128, band=32, file=512):
+    """Sizes in bytes instead of MiB: nothing but 0-d leaves is packed, chunks, bands and files are tiny."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (plan, "SMALL_BYTES", 1),
@@ -116,6 +116,7 @@ def small_sizes(chunk=128, band=32):
             (plan, "_FINEST_BYTES", 8),
             (plan, "_SENSIBLE_BYTES", 4),
             (plan, "CHUNK_BYTES", chunk),
+            (plan, "_LEAST_BYTES", file),
             (format, "BAND_BYTES", band),
             (parse, "BAND_BYTES", band),
             (fetch, "BAND_BYTES", band),

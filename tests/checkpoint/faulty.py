@@ -57,9 +57,9 @@ class FaultyArray:
         self.before("write", f"{self.array.name}/{ZARR}")
         return self.real.describe()
 
-    def chunk(self, index):
-        self.before("write", self.array.chunk_file(index))
-        return self.real.chunk(index)
+    def write(self, file, chunks):
+        self.before("write", self.array.file_name(file))
+        return self.real.write(file, chunks)
 
 
 @dataclass(frozen=True)

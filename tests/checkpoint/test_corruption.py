@@ -20,6 +20,7 @@ import torch
 from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.tools import verify
+from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
 from tests.pairs import few, mixed
@@ -261,6 +262,8 @@ def test_every_byte_that_is_read_is_checked(tmp_path, ranks):
     mesh = MESHES[ranks]
     assert save_all(tmp_path / "a", state(0), layouts_on(mesh)) == [None] * mesh.size
     files, padding = read_files(tmp_path / "a"), []
+    ends = {a.file_name(f): a.index_span(f)[0] for a in open_source(tmp_path / "a").manifest.arrays.values()
+            for f in itertools.product(*map(range, a.file_grid))}  # fmt: skip
     target = layouts_on(MESHES["1 rank"])
     for name, data in files.items():
         for at in range(0, len(data), 32) if "/c." in name else ():
@@ -268,7 +271,8 @@ def test_every_byte_that_is_read_is_checked(tmp_path, ranks):
             try:
                 assert_same_bits(checkpoint.restore(tmp_path / "a", target), state(0))
                 assert any(name in str(d) for d in verify(tmp_path / "a").damages)
-                padding.append((name, at, data[at : at + 32]))
+                padding.append((name, at, data[at : min(at + 32, ends[name])]))
+                assert at < ends[name], "an index that restore did not read"
             except CheckpointError as error:
                 assert name in str(error)
             put(tmp_path / "a", {name: data})

@@ -249,7 +249,7 @@ def test_real_ranks_with_a_damaged_file(ranks, tmp_path):
     save_all(tmp_path / "a", state_for(saved), saved)
     at = tmp_path / "a" / "arrays" / "whole" / "c.0.0"
     data = bytearray(at.read_bytes())
-    data[-1] ^= 1
+    data[0] ^= 1
     at.write_bytes(data)
     got = ranks.run(break_real, str(tmp_path / "a"))
     assert sorted(got) == [("CheckpointError", True)] + [("FailedOnRank", True)] * 3

@@ -116,7 +116,7 @@ def test_a_checkpoint_tells_what_it_is_before_there_is_a_target(tmp_path):
     state = {"w": torch.ones(8, 6, dtype=torch.bfloat16), "n": torch.tensor(1)}
     save_all(tmp_path / "a", state, layouts, metadata={"tied": True}, step=12)
     said = checkpoint.describe(tmp_path / "a")
-    assert (said.step, said.metadata, said.format, said.version) == (12, {"tied": True}, "fmegatron.checkpoint", 3)
+    assert (said.step, said.metadata, said.format, said.version) == (12, {"tied": True}, "fmegatron.checkpoint", 4)
     assert (said.leaves, said.total_bytes, set(said.meshes)) == (2, 8 * 6 * 2 + 8, {experts, Mesh(dp=2, tp=2)})
     with pytest.raises(AttributeError):
         said.step = 13

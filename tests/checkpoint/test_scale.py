@@ -10,8 +10,8 @@ from fmegatron import checkpoint
 from fmegatron.checkpoint.files.format import Piece
 from fmegatron.checkpoint.files.manifest import manifest_to_json
 from fmegatron.checkpoint.files.parse import parse_manifest
-from fmegatron.checkpoint.writing.part import Part, grid_array, merge, one_chunk, plan_digest
-from fmegatron.checkpoint.writing.plan import chunks_to_write, plan
+from fmegatron.checkpoint.writing.part import Part, merge, one_chunk, plan_digest
+from fmegatron.checkpoint.writing.plan import chunks_to_write, grid_array, plan
 from fmegatron.files.strict_json import parse_json
 from fmegatron.layout import Layout, Mesh, Split
 from tests.work import counted
@@ -66,10 +66,11 @@ def metadata_of(paths, layouts):
     rng = np.random.default_rng(0)
     for leaf in plans:
         if leaf.home == "grid":
-            grid = [-(-n // c) for n, c in zip(leaf.layout.shape, leaf.chunk, strict=True)]
             array = grid_array(leaf)
-            part.chunks[array.name] = list(range(math.prod(grid)))
-            shape = (math.prod(grid), math.prod(array.bands))
+            if array.name in part.chunks:
+                continue  # another leaf of a stack
+            part.chunks[array.name] = list(range(math.prod(array.grid)))
+            shape = (math.prod(array.grid), math.prod(array.bands))
             part.digests[array.name] = rng.integers(0, 1 << 63, shape, dtype=np.uint64)
         elif leaf.home == "packed":
             boxes = leaf.layout.boxes(0)

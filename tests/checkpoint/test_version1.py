@@ -69,8 +69,8 @@ def test_damage_is_found(old, tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="fp8: .*does not describe the array"):
         checkpoint.restore(at, layouts_on(MESHES["one"]))
     (at / "arrays/fp8/zarr.json").write_text(text)
-    for version in (0, 2, 4, "3", None, True):
+    for version in (0, 2, 5, "3", None, True):
         marker = json.loads((at / "COMPLETE").read_text()) | {"version": version}
         (at / "COMPLETE").write_text(json.dumps(marker))
-        with pytest.raises(checkpoint.CheckpointError, match="wanted 'fmegatron.checkpoint' version 3 or 1"):
+        with pytest.raises(checkpoint.CheckpointError, match="wanted 'fmegatron.checkpoint' version 4, 3 or 1"):
             checkpoint.restore(at, layouts_on(MESHES["one"]))

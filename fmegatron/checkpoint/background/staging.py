@@ -7,8 +7,7 @@ of a leaf with replicas its own chunks, one after another, otherwise the full lo
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,8 @@ import torch
 from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.files.format import ALIGN_BYTES
 from fmegatron.checkpoint.files.torch_private import copy_all
-from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
+from fmegatron.checkpoint.reading.rounds import in_rounds
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, grid_array
 from fmegatron.checkpoint.writing.unchanged import changed, versions
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box, boxes
@@ -59,7 +59,7 @@ class Portion:
 def portions(plans: Sequence[LeafPlan], rank: int, limit: int | None = None) -> list[Portion]:
     """All that the rank writes, in pieces of at most `limit` bytes; at least one piece, maybe an empty one.
 
-    What goes into one file stays in one portion: a chunk, the storage of a leaf that has no grid, all small leaves
+    What goes into one file stays in one portion: chunks, the storage of a leaf that has no grid, all small leaves
     together. One that is larger than the limit makes a portion of its own that is larger.
     """
     done: list[Portion] = []
@@ -77,38 +77,55 @@ def portions(plans: Sequence[LeafPlan], rank: int, limit: int | None = None) -> 
         slots.append(Slot(leaf, used, nbytes, chunks))
         used += nbytes + -nbytes % ALIGN_BYTES
 
+    def add_all(chunks):
+        for leaf, some in chunks.items():
+            add(leaf, sum(box.size for _, box in some) * plans[leaf].layout.dtype.itemsize, tuple(some))
+
     def fits(nbytes):
         return limit is None or used + nbytes <= limit
 
     packed = [i for i, p in enumerate(plans) if p.home == "packed" and p.writes(rank)]
     for i in packed:
         add(i, plans[i].layout.local_nbytes(rank))
+    arrays: dict[str, list[int]] = {}
     for i, p in enumerate(plans):
-        if p.home in ("empty", "packed") or not p.layout.boxes(rank):
-            continue
-        if p.home == "piece" or p.layout.replicas == 1:
+        if p.home == "piece" and p.layout.boxes(rank) and p.writes(rank):
             nbytes = p.layout.local_nbytes(rank)
-            if p.writes(rank) and (fits(nbytes) or p.home == "piece"):
-                if not fits(nbytes):
-                    flush()
-                add(i, nbytes)
-                continue
-        if p.home == "grid":
-            some: list = []
-            size = 0
-            for index, box in chunks_to_write(p, rank):
-                nbytes = box.size * p.layout.dtype.itemsize
-                if not fits(size + nbytes):
-                    if some:
-                        add(i, size, tuple(some))
-                    flush()
-                    some, size = [], 0
-                some.append((index, box))
-                size += nbytes
-            if some:
-                add(i, size, tuple(some))
+            if not fits(nbytes):
+                flush()
+            add(i, nbytes)
+        elif p.home == "grid" and p.layout.boxes(rank):
+            arrays.setdefault(grid_array(p).name, []).append(i)
+    for members in arrays.values():
+        nbytes = sum(plans[i].layout.local_nbytes(rank) for i in members)
+        if plans[members[0]].layout.replicas == 1 and fits(nbytes):
+            for i in members:
+                add(i, plans[i].layout.local_nbytes(rank))
+            continue
+        some: dict[int, list] = {}
+        size = 0
+        for file in files({i: chunks_to_write(plans[i], rank) for i in members}, plans):
+            nbytes = sum(box.size for _, _, box in file) * plans[members[0]].layout.dtype.itemsize
+            if not fits(size + nbytes):
+                add_all(some)
+                flush()
+                some, size = {}, 0
+            for i, index, box in file:
+                some.setdefault(i, []).append((index, box))
+            size += nbytes
+        add_all(some)
     flush()
     return done or [Portion((), 0)]
+
+
+def files(chunks: Mapping[int, Chunks], plans: Sequence[LeafPlan]) -> Iterator[list[tuple[int, tuple[int, ...], Box]]]:
+    """File by file what is in it: (number, index, box). chunks: by number of a leaf in `plans`."""
+    found: dict[tuple[str, tuple[int, ...]], list] = {}
+    for i, some in chunks.items():
+        array = grid_array(plans[i])
+        for index, box in some:
+            found.setdefault((array.name, array.file_of((*plans[i].at, *index))), []).append((i, index, box))
+    yield from found.values()
 
 
 def stage(
@@ -202,22 +219,28 @@ def groups(
     if packed:
         views = [_view(slot, plans, rank, memory, at) for slot in packed]
         yield [plans[s.leaf] for s in packed], views, [None] * len(packed), sum(s.nbytes for s in packed)
-    leaves, tensors, chunks, size = [], [], [], 0
-    for slot in portion.slots:
-        leaf = plans[slot.leaf]
-        if leaf.home == "packed":
-            continue
-        view = _view(slot, plans, rank, memory, at)
-        for some, nbytes in _pieces(slot, leaf, rank):
-            leaves.append(leaf)
-            tensors.append(view)
-            chunks.append(some)
-            size += nbytes
-            if size >= _GROUP_BYTES:
-                yield leaves, tensors, chunks, size
-                leaves, tensors, chunks, size = [], [], [], 0
-    if leaves:
-        yield leaves, tensors, chunks, size
+    slots = [slot for slot in portion.slots if plans[slot.leaf].home != "packed"]
+    for run in in_rounds([slot for slot in slots if plans[slot.leaf].home == "piece"], _GROUP_BYTES):
+        views = [_view(slot, plans, rank, memory, at) for slot in run]
+        yield [plans[slot.leaf] for slot in run], views, [None] * len(run), sum(slot.nbytes for slot in run)
+    grids = [slot for slot in slots if plans[slot.leaf].home == "grid"]
+    held = {i: chunks_to_write(plans[x.leaf], rank) if x.chunks is None else x.staged() for i, x in enumerate(grids)}
+    some: dict[int, list] = {}
+    size = 0
+
+    def group() -> tuple[list[LeafPlan], list[torch.Tensor], list[Chunks | None], int]:
+        views = [_view(grids[i], plans, rank, memory, at) for i in some]
+        return [plans[grids[i].leaf] for i in some], views, [*some.values()], size
+
+    for file in files(held, [plans[slot.leaf] for slot in grids]):
+        for i, index, box in file:
+            some.setdefault(i, []).append((index, box))
+            size += box.size * plans[grids[i].leaf].layout.dtype.itemsize
+        if size >= _GROUP_BYTES:
+            yield group()
+            some, size = {}, 0
+    if some:
+        yield group()
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -230,19 +253,3 @@ def _view(slot: Slot, plans: Sequence[LeafPlan], rank: int, memory: torch.Tensor
     layout = plans[slot.leaf].layout
     x = memory[at + slot.offset : at + slot.offset + slot.nbytes].view(layout.dtype)
     return x.view(layout.local_shape(rank)) if slot.chunks is None else x
-
-
-def _pieces(slot: Slot, leaf: LeafPlan, rank: int) -> Iterator[tuple[Chunks | None, int]]:
-    """The slot's chunks in runs of about 64 MiB; (None, bytes): all at once."""
-    if slot.chunks is None and (leaf.home != "grid" or slot.nbytes <= _GROUP_BYTES):
-        yield None, slot.nbytes
-        return
-    run, size = [], 0
-    for index, box in chunks_to_write(leaf, rank) if slot.chunks is None else slot.staged():
-        run.append((index, box))
-        size += math.prod(box.shape) * leaf.layout.dtype.itemsize
-        if size >= _GROUP_BYTES:
-            yield run, size
-            run, size = [], 0
-    if run:
-        yield run, size

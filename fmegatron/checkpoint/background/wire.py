@@ -53,7 +53,7 @@ def plans_to_json(plans: Sequence[LeafPlan]) -> bytes:
         if p.layout.mesh not in meshes:
             meshes.append(p.layout.mesh)
         layout = {**p.layout.to_json(), "mesh": meshes.index(p.layout.mesh)}
-        rows.append([p.path, p.home, p.chunk, p.turn, layout])
+        rows.append([p.path, layout, p.home, p.chunk, p.shard, p.stack, p.turn, p.line])
     return json.dumps({"meshes": [mesh.to_json() for mesh in meshes], "leaves": rows}).encode()
 
 
@@ -61,7 +61,9 @@ def plans_from_json(data: bytes) -> tuple[LeafPlan, ...]:
     """The plan that `plans_to_json` wrote."""
     value = json.loads(data)
     meshes = value["meshes"]
-    return tuple(
-        LeafPlan(path, Layout.from_json({**layout, "mesh": meshes[layout["mesh"]]}), home, tuple(chunk), turn)
-        for path, home, chunk, turn, layout in value["leaves"]
-    )
+    found = []
+    for path, layout, home, chunk, shard, stack, turn, line in value["leaves"]:
+        layout = Layout.from_json({**layout, "mesh": meshes[layout["mesh"]]})
+        within = None if stack is None else tuple(stack)
+        found.append(LeafPlan(path, layout, home, tuple(chunk), tuple(shard), within, turn, tuple(line)))
+    return tuple(found)

@@ -45,6 +45,7 @@ class Folder:
     lease: Lease | None = field(default=None, compare=False, repr=False)
     writers = 4
     stated = None  # a directory has no pointer
+    stays_open = True
 
     @property
     def readers(self) -> int:

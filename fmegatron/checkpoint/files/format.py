@@ -16,8 +16,8 @@ import xxhash
 from fmegatron.checkpoint.files import version1
 from fmegatron.layout import Box
 
-FORMAT, VERSION = "fmegatron.checkpoint", 3
-READABLE = (version1.VERSION, VERSION)  # versions of markers and manifests
+FORMAT, VERSION = "fmegatron.checkpoint", 4
+READABLE = (version1.VERSION, 3, VERSION)  # versions of markers and manifests
 MARKER_VERSION = 2  # of a pointer in an object store: a marker that is not of files beside it
 MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
 LOCK = ".__lock"  # the end of the name that tensorstore gives a file while it writes it
@@ -25,6 +25,7 @@ SMALL_BYTES = 64 << 10  # leaves below this (global) are small,
 MOST_SMALL = 256  # and packed if there are more: a file of its own costs about 1 ms (LOG.md), in a pack 0.1
 CHUNK_BYTES = 16 << 20  # aim for the size of a chunk
 MOST_CHUNK_BYTES = 64 << 20  # of any chunk, whatever shape and mesh
+SHARD_BYTES = 512 << 20  # most of a file, one chunk at least
 BAND_BYTES = 1 << 20  # most bytes under one digest
 _SMALL_BAND_BYTES = 64 << 10  # bands of rows are not made smaller than this on purpose
 ALIGN_BYTES = 64  # of a leaf inside a packed array
@@ -54,6 +55,7 @@ class Array:
 
     first_digest: index into digests.bin of the digest of the first band of the first chunk (chunks row-major, then
     bands row-major).  digest: xxh3_64 of the array's part of digests.bin.  version: of the format that it is stored in.
+    shard: chunks in a file, for each dim; (): a chunk is a file, without an index.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Array:
     first_digest: int = 0
     digest: str = ""
     version: int = VERSION
+    shard: tuple[int, ...] = ()
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -85,9 +88,56 @@ class Array:
         """Bytes of an element."""
         return dtype_of(self.dtype).itemsize
 
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a chunk: all are full ones."""
+        return math.prod(self.chunk) * self.itemsize
+
+    # ---- files: of each, the chunks that are inside of the array one after another, row-major, then the index
+
+    @property
+    def file_grid(self) -> tuple[int, ...]:
+        """Number of files along each dim."""
+        return tuple(-(-n // k) for n, k in zip(self.grid, self.shard, strict=True)) if self.shard else self.grid
+
+    def file_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """Which file holds a chunk."""
+        return tuple(i // k for i, k in zip(index, self.shard, strict=True)) if self.shard else index
+
+    def file_name(self, file: tuple[int, ...]) -> str:
+        """Path of a file inside the checkpoint."""
+        return f"{self.name}/{'.'.join(('c', *map(str, file)))}"
+
     def chunk_file(self, index: tuple[int, ...]) -> str:
         """Path of a chunk's file inside the checkpoint."""
-        return f"{self.name}/{'.'.join(('c', *map(str, index)))}"
+        return self.file_name(self.file_of(index))
+
+    def file_chunks(self, file: tuple[int, ...]) -> tuple[range, ...]:
+        """Per dim the chunks in a file; those beyond the array are not there."""
+        if not self.shard:
+            return tuple(range(i, i + 1) for i in file)
+        ends = zip(file, self.shard, self.grid, strict=True)
+        return tuple(range(i * k, min((i + 1) * k, n)) for i, k, n in ends)
+
+    def offset(self, index: tuple[int, ...]) -> int:
+        """The byte of its file at which a chunk begins."""
+        at = 0
+        for i, inside in zip(index, self.file_chunks(self.file_of(index)), strict=True):
+            at = at * len(inside) + i - inside.start
+        return at * self.chunk_nbytes
+
+    def index_span(self, file: tuple[int, ...]) -> tuple[int, int]:
+        """The bytes [start, stop) of a file's index; its chunks end at `start`, and it at `stop`."""
+        data = math.prod(map(len, self.file_chunks(file))) * self.chunk_nbytes
+        return data, data + 16 * math.prod(self.shard) * bool(self.shard)
+
+    def file_index(self, file: tuple[int, ...]) -> np.ndarray:
+        """The index at the end of a file: (offset, bytes) of each chunk, row-major, all ones where there is none."""
+        rows = np.full((*self.shard, 2), 2**64 - 1, "<u8")
+        counts = tuple(map(len, self.file_chunks(file)))
+        places = np.arange(math.prod(counts), dtype="<u8").reshape(counts) * self.chunk_nbytes
+        rows[(*map(slice, counts), 0)], rows[(*map(slice, counts), 1)] = places, self.chunk_nbytes
+        return rows.reshape(-1)[: 2 * math.prod(self.shard) * bool(self.shard)]
 
 
 @dataclass(frozen=True)
@@ -125,11 +175,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class StoredLeaf(Leaf):
-    """One leaf of a checkpoint of ours: in an array of its own in global shape (`array`), or in pieces."""
+    """One leaf of a checkpoint of ours: in an array in global shape (`array`), or in pieces.
+
+    at: where the array is a stack of leaves, the leading index of this one.
+    """
 
     layout: dict[str, Any]  # spec and flat, and the index of the mesh; see manifest.py
     array: str | None = None
     pieces: tuple[Piece, ...] = ()
+    at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -253,15 +307,18 @@ def zarr_metadata(array: Array) -> dict[str, Any]:
     if array.version == version1.VERSION:
         name, attributes = version1.zarr_type(array.dtype, name)
     fill = False if name == "bool" else [0.0, 0.0] if "complex" in name else 0.0 if "float" in name else 0
+    raw: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    inner = {"chunk_shape": list(array.chunk), "codecs": raw, "index_codecs": raw, "index_location": "end"}
+    shard = [c * k for c, k in zip(array.chunk, array.shard, strict=True)] if array.shard else list(array.chunk)
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(array.shape),
         "data_type": name,
         "fill_value": fill,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(array.chunk)}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "codecs": [{"name": "sharding_indexed", "configuration": inner}] if array.shard else raw,
         "attributes": attributes,
     }
 

@@ -56,16 +56,17 @@ def manifest_to_json(manifest: Manifest) -> bytes:
     for leaf in manifest.leaves.values():
         row = {"shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}
         if leaf.array is not None:
-            row["array"] = leaf.array
+            row |= {"array": leaf.array, "at": leaf.at} if leaf.at else {"array": leaf.array}
         else:
             row["pieces"] = [{"array": p.array, "offset": p.offset, "boxes": p.boxes} for p in leaf.pieces]
         leaves.append((leaf.path, row))
     for a in manifest.arrays.values():
         row = {"shape": a.shape, "dtype": a.dtype, "chunk": a.chunk, "band": a.band}
+        row |= {"shard": a.shard} if a.shard else {}
         arrays.append((a.name, {**row, "first_digest": a.first_digest, "digest": a.digest}))
     rows = {
         "format": to_json_text(FORMAT),
-        "version": to_json_text(VERSION),
+        "version": to_json_text(manifest.version),
         "step": to_json_text(manifest.step),
         "finite": to_json_text(manifest.finite),
         "metadata": to_json_text(manifest.metadata),
@@ -194,7 +195,7 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
     if marker.get("format") != FORMAT or type(version) is not int or version not in READABLE:
         got = f"{marker.get('format')!r:.60} version {marker.get('version')!r:.20}"
         raise CheckpointError(
-            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION} or {READABLE[0]};"
+            f"{at}: got format {got}, wanted {FORMAT!r} version {VERSION}, {READABLE[1]} or {READABLE[0]};"
             " read it with its own version"
         )
     return marker

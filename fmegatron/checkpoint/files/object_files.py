@@ -28,6 +28,7 @@ class Objects:
     stated: str | None = field(default=None, compare=False, repr=False)
     readers = 8  # each has up to 16 MiB in flight
     writers = 8
+    stays_open = False
 
     def at(self, name: str) -> str:
         """URL of an object."""

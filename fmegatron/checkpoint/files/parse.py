@@ -33,6 +33,7 @@ from fmegatron.layout import Box, Layout, Mesh, dtypes
 _MOST_DIMS = 64  # torch's own bound
 _MOST_SMALL_BANDS = 1 << 16  # of an array whose bands are below _SMALL_BAND_BYTES
 _SMALL_BAND_BYTES = 4 << 10
+_MOST_SLOTS = 1 << 20  # chunks of a file: their index takes 16 MiB
 _MOST_ARRAY_BYTES = 1 << 62  # of an array or a leaf: all numbers of a reader fit 64 bits
 MOST_STEP = 1 << 62
 MOST_PATH = 4096  # characters, as file systems have it
@@ -46,7 +47,8 @@ _NAME = re.compile(f"(?:{_PART})(?:/{_PART})+")
 @strict_json.no_collection()
 def parse_manifest(value: dict[str, Any]) -> Manifest:
     """The manifest of parsed JSON, every type and size checked. Raises ValueError naming the leaf or array."""
-    name, arrays, leaves, used = "manifest", {}, {}, {}  # used: bytes of each array that leaves have, and padding
+    # used: bytes of each array that leaves have, and padding.  places: (array, at) of leaves
+    name, arrays, leaves, used, places = "manifest", {}, {}, {}, set()
     try:
         count = _child(value, "digest_count", int)
         if (version := value.get("version")) not in READABLE:
@@ -59,7 +61,7 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
         rows = _child(value, "leaves", dict)
         _check_paths(rows)
         for name, row in rows.items():
-            leaves[name] = _parse_leaf(name, row, arrays, used)
+            leaves[name] = _parse_leaf(name, row, arrays, used, places)
         for name, array in arrays.items():
             held, padding = used.get(name, (-1, 0))
             if not held <= math.prod(array.shape) * array.itemsize <= held + padding:
@@ -138,7 +140,8 @@ def _parse_array(name: str, row: Any, count: int, version: int) -> Array:
         raise ValueError(f"shape {shape}, chunk {chunk} and band {band} differ in length")
     if any(c > max(n, 1) for c, n in zip(chunk, shape, strict=True)):
         raise ValueError(f"chunk {chunk} is larger than the array {shape}")
-    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str), version)
+    shard = _ints(_child({"shard": [], **row}, "shard", list), 1)
+    array = Array(name, shape, dtype, chunk, band, first, _child(row, "digest", str), version, shard)
     last = next((d for d, n in enumerate(band) if n > 1), len(band))  # dims after it must be full
     width, digests = math.prod(band) * array.itemsize, array.digest_count
     fits = band[last + 1 :] == chunk[last + 1 :] and band[last : last + 1] <= chunk[last : last + 1]
@@ -148,23 +151,37 @@ def _parse_array(name: str, row: Any, count: int, version: int) -> Array:
         raise ValueError(f"band {band} is not a contiguous part of at most 1 MiB of chunk {chunk}")
     if digests > _MOST_SMALL_BANDS and width < _SMALL_BAND_BYTES:
         raise ValueError(f"{digests} bands of {width} bytes are too small")
+    if shard and (len(shard) != len(shape) or any(k > n for k, n in zip(shard, array.grid, strict=True))):
+        raise ValueError(f"shard {shard} is not a part of {array.grid} chunks")
+    if math.prod(shard) > _MOST_SLOTS:
+        raise ValueError(f"shard {shard} has more than {_MOST_SLOTS} chunks")
     if first < 0 or first + digests > count:
         raise ValueError(f"digests {shown(first)} to {shown(first + digests)} of {shown(count)}")
     return array
 
 
-def _parse_leaf(path: str, row: Any, arrays: dict[str, Array], used: dict[str, tuple[int, int]]) -> StoredLeaf:
-    """A leaf. `used`: bytes of each array that are a leaf's, and most bytes of padding between them; grows."""
+def _parse_leaf(
+    path: str,
+    row: Any,
+    arrays: dict[str, Array],
+    used: dict[str, tuple[int, int]],
+    places: set[tuple[str, tuple[int, ...]]],
+) -> StoredLeaf:
+    """A leaf. `used`: bytes of each array that are a leaf's, and most bytes of padding between them; grows, as does
+    `places`: which leaf of which array."""
     shape, dtype, layout = _ints(_child(row, "shape", list)), _child(row, "dtype", str), _child(row, "layout", dict)
     width = _known(dtype)
     if "array" in row:
-        array = arrays.get(_child(row, "array", str))
-        if array is None or (array.shape, array.dtype) != (shape, dtype):
+        array, at = arrays.get(_child(row, "array", str)), _ints(_child({"at": [], **row}, "at", list), 0, 1)
+        if array is None or (array.shape[len(at) :], array.dtype) != (shape, dtype):
             raise ValueError("its array is missing, or has another shape or dtype")
-        if array.name in used:
-            raise ValueError(f"{array.name} is another leaf's array")
-        used[array.name] = math.prod(shape) * width, 0
-        return StoredLeaf(path, shape, dtype, layout, array.name)
+        if at and (at[0] >= array.shape[0] or array.chunk[0] != 1):
+            raise ValueError(f"at {at} is no leaf of a stack of {array.shape} in chunks of {array.chunk}")
+        if (array.name, at) in places or (array.name in used and not at) or (array.name, ()) in places:
+            raise ValueError(f"{array.name}{list(at) or ''} is another leaf's array")
+        places.add((array.name, at))
+        used[array.name] = used.get(array.name, (0, 0))[0] + math.prod(shape) * width, 0
+        return StoredLeaf(path, shape, dtype, layout, array.name, at=at)
     pieces, everything = [], []
     for piece in _child(row, "pieces", list):
         array, offset = arrays.get(_child(piece, "array", str)), _child(piece, "offset", int)

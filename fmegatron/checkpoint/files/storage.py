@@ -66,6 +66,11 @@ class Storage(Protocol):
         """The number of threads that write to it at full speed."""
         ...
 
+    @property
+    def stays_open(self) -> bool:
+        """Whether a file that is open can be read anywhere, again and again; else only what was asked for at once."""
+        ...
+
     def at(self, name: str) -> str:
         """Path or URL of a file, for messages."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import tensorstore as ts
 
 from fmegatron.checkpoint.files.format import ZARR, Array, zarr_json, zarr_metadata
@@ -44,8 +45,29 @@ class ZarrArray:
         """Whether writes need no copy of the memory they are given: in memory:// it would be what is stored."""
         return self.values.spec["driver"] != "memory"
 
-    def chunk(self, index: Sequence[int]) -> ts.TensorStore:
-        """A chunk, to `write`: raw elements, contiguous, in the chunk's shape."""
-        if math.prod(self.array.chunk) and any(n > 1 for n in self.array.grid):
-            return self._store[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]
-        return self._store
+    def write(self, file: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], np.ndarray]]) -> list[ts.Future]:
+        """Write a file of all its chunks: (index in the grid, contiguous elements as bits, in the chunk's shape).
+
+        They stay as they are until all futures are done. One that is dropped before that takes its write with it.
+        """
+        found = math.prod(map(len, self.array.file_chunks(file)))
+        assert len(chunks) == found, f"{self.array.file_name(file)}: {len(chunks)} of {found} chunks"
+        # Without a transaction each chunk of a shard would be a file read, and written again.
+        transaction = ts.Transaction() if self.array.shard else None
+        store = self._store if transaction is None else self._store.with_transaction(transaction)
+        futures = []
+        for index, bits in chunks:
+            part = self._part(store, index, bits).write(
+                bits.view(store.dtype.numpy_dtype), can_reference_source_data_indefinitely=self.by_reference
+            )
+            futures.append(part)
+        if transaction is not None:
+            for part in futures:
+                done(part.copy)  # now it is in the transaction
+            futures.append(transaction.commit_async())
+        return futures
+
+    def _part(self, store: ts.TensorStore, index: tuple[int, ...], bits: np.ndarray) -> ts.TensorStore:
+        if not bits.size or all(n == 1 for n in self.array.grid):
+            return store
+        return store[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]

@@ -23,7 +23,7 @@ from fmegatron.checkpoint.files.leases import STEP, step_name
 from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, to_json_text
 from fmegatron.checkpoint.files.saved import Save, save_at
 from fmegatron.checkpoint.files.storage import Store
-from fmegatron.checkpoint.writing.plan import LeafPlan, plan, split_chunk
+from fmegatron.checkpoint.writing.plan import LeafPlan, homes, in_files, split_chunk
 from fmegatron.layout import Layout, Mesh
 
 _NAME = re.compile(rf"({STEP.pattern})\.rank_(\d{{5,9}})\.([0-9a-f]{{16}})")
@@ -82,9 +82,10 @@ class Content:
 
 
 def shard_plan(paths: Sequence[str], layouts: Sequence[Layout], rank: int) -> tuple[LeafPlan, ...]:
-    """The plan of a shard: local tensors of one process, in chunks of bounded size, as they are sent one by one."""
-    plans = plan(paths, [Layout(x.local_shape(rank), x.dtype, Mesh()) for x in layouts])
-    return tuple(replace(p, chunk=split_chunk(p.chunk, p.layout.dtype.itemsize, _CHUNK_BYTES)) for p in plans)
+    """The plan of a shard: local tensors of one process, in files of bounded size, as they are sent one by one."""
+    plans = homes(paths, [Layout(x.local_shape(rank), x.dtype, Mesh()) for x in layouts])
+    small = [replace(p, chunk=split_chunk(p.chunk, p.layout.dtype.itemsize, _CHUNK_BYTES)) for p in plans]
+    return in_files(small, most=_CHUNK_BYTES)
 
 
 def layout_rows(paths: Sequence[str], layouts: Sequence[Layout]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fmegatron.layout import Box
 
 def _band(array: Array, index: tuple[int, ...], number: int) -> Grain:
     """Band number `number` (row-major) of chunk `index` of an array; the last ones of a chunk may be smaller."""
-    size, key = array.itemsize, (array.name, index, number)
+    size, key = array.itemsize, (array.name, array.file_of(index), index, number)
     for count, b, c in reversed(list(zip(array.bands, array.band, array.chunk, strict=True))):
         number, i = divmod(number, count)
         size *= min(b, c - i * b)
@@ -31,7 +31,9 @@ def cells(manifest: Manifest, leaf: StoredLeaf, box: Box) -> Iterator[tuple[tupl
     piece. Of stored ranges, whose rows do not begin where bands begin, the last row of a piece may need the next band.
     """
     if leaf.array is not None:
-        yield from _chunk_cells(manifest.arrays[leaf.array], box)
+        skip, array = len(leaf.at), manifest.arrays[leaf.array]
+        for bands, cell in _chunk_cells(array, in_stack(box, leaf.at)):
+            yield bands, Box(cell.start[skip:], cell.shape[skip:], cell.offset, cell.strides[skip:])
         return
     width = dtype_of(leaf.dtype).itemsize
     for piece in leaf.pieces:
@@ -41,6 +43,11 @@ def cells(manifest: Manifest, leaf: StoredLeaf, box: Box) -> Iterator[tuple[tupl
                 for first, stop, cell in _range_cells(part, piece.offset, width, array.band[0] * array.itemsize):
                     place = Box(cell.start, cell.shape, *_place(box, cell))
                     yield tuple(_band(array, (0,), n) for n in range(first, stop)), place
+
+
+def in_stack(box: Box, at: tuple[int, ...]) -> Box:
+    """A box of a leaf as one of the array in which the leaf is at a leading index."""
+    return Box((*at, *box.start), (*(1 for _ in at), *box.shape), box.offset, (*(0 for _ in at), *box.strides))
 
 
 def _place(box: Box, cell: Box) -> tuple[int, tuple[int, ...]]:

@@ -25,7 +25,7 @@ def stored_digests(save: Save, array: Array, leaf: str) -> np.ndarray:
     for index in ((0,) * len(array.grid), tuple(n - 1 for n in array.grid)) if stop - start > _MOST_BYTES else ():
         file = array.chunk_file(index)
         try:
-            with storage.open(file, math.prod(array.chunk) * array.itemsize, ()):
+            with storage.open(file, array.index_span(array.file_of(index))[1], ()):
                 pass
         except OSError as error:
             raise CheckpointError(

@@ -1,7 +1,4 @@
-"""Bands from files into tensors: which bands a set of boxes needs, read, verified, copied.
-
-Nothing outside the checkpoint is opened; every file must have exactly the size that the manifest implies.
-"""
+"""Bands from files into tensors: which bands a set of boxes needs, read, verified, copied."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,7 +27,9 @@ from fmegatron.checkpoint.files.manifest import RESTORE_ANOTHER, load_json
 from fmegatron.checkpoint.files.saved import Save
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint.reading.bands import in_stack
 from fmegatron.checkpoint.reading.digests import stored_digests
+from fmegatron.checkpoint.reading.files import Files, file_error
 from fmegatron.files import disk
 from fmegatron.layout import Box
 
@@ -48,6 +47,9 @@ class Fetch:
     def __init__(self, save: Save, verify: bool):
         self.save, self.storage, self.manifest = save, save.storage, save.manifest
         self.verify = verify
+        self._files = Files(self.storage)
+        self._tables: dict[str, np.ndarray] = {}  # the digests of stacks: many leaves have one
+        self._described: set[str] = set()
         self._ranges: dict[str, list[_Range]] = {}
         self._jobs: queue.SimpleQueue[Callable[[np.ndarray], None] | None] = queue.SimpleQueue()
         self._errors: list[BaseException] = []
@@ -57,13 +59,15 @@ class Fetch:
         """Want these boxes of a leaf; each leaf is added once."""
         if leaf.array is not None:
             array, chunks = self._array(leaf.array, leaf.path), {}
+            if leaf.at:
+                targets = [replace(t, box=in_stack(t.box, leaf.at), view=t.view[None]) for t in targets]
             for target in targets:
                 cells = zip(target.box.start, target.box.stop, array.chunk, strict=True)
                 for index in itertools.product(*(range(a // c, -(-b // c)) for a, b, c in cells)):
                     chunks.setdefault(index, []).append(target)
-            digests = stored_digests(self.save, array, leaf.path) if self.verify and chunks else None
-            for index, wanted in chunks.items():
-                for job in ChunkFile(self.storage, array, index, digests, leaf.path).chunk_jobs(wanted):
+            digests = self._digests(array, leaf) if self.verify and chunks else None
+            for index, wanted in sorted(chunks.items(), key=lambda item: (array.file_of(item[0]), item[0])):
+                for job in ChunkFile(self._files, array, index, digests, leaf.path).chunk_jobs(wanted):
                     self._jobs.put(job)
             return
         for piece in leaf.pieces:
@@ -85,7 +89,7 @@ class Fetch:
                     leaf = ranges[0].target.path
                     array = self._array(name, leaf)
                     digests = stored_digests(self.save, array, leaf) if self.verify else None
-                    for job in ChunkFile(self.storage, array, (0,), digests, leaf).range_jobs(ranges):
+                    for job in ChunkFile(self._files, array, (0,), digests, leaf).range_jobs(ranges):
                         self._jobs.put(job)
         except BaseException as late:
             found = late
@@ -95,6 +99,7 @@ class Fetch:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        self._files.__exit__(None, None, None)
         found = found or next(iter(self._errors), None)
         if isinstance(found, CheckpointError):
             self.save.check_there(found)
@@ -117,9 +122,17 @@ class Fetch:
         if not self.storage.inside(name):
             raise CheckpointError(f"{name}: {self.storage.at(name)} leads outside of the checkpoint; {RESTORE_ANOTHER}")
         array = self.manifest.arrays[name]
-        if self.verify:
+        if self.verify and name not in self._described:
+            self._described.add(name)
             self._jobs.put(lambda scratch: check_description(self.storage, array, leaf))
         return array
+
+    def _digests(self, array: Array, leaf: StoredLeaf) -> np.ndarray:
+        if not leaf.at:
+            return stored_digests(self.save, array, leaf.path)
+        if array.name not in self._tables:
+            self._tables[array.name] = stored_digests(self.save, array, leaf.path)
+        return self._tables[array.name]
 
 
 @dataclass(frozen=True)
@@ -167,44 +180,36 @@ def check_description(storage: Storage, array: Array, leaf: str) -> None:
 
 
 class ChunkFile:
-    """One chunk's file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
+    """One chunk in its file: reads bands of it. A job is a function of a scratch buffer, run on any thread."""
 
-    def __init__(self, storage: Storage, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
-        self.storage, self.array, self.index, self.leaf = storage, array, index, leaf
-        self.name = array.chunk_file(index)
+    def __init__(self, files: Files, array: Array, index: tuple[int, ...], digests: np.ndarray | None, leaf: str):
+        self.files, self.array, self.index, self.leaf = files, array, index, leaf
+        self.file, self.base = array.file_of(index), array.offset(index)
+        self.name = array.file_name(self.file)
         number = 0  # by hand: numpy's function gives the interpreter to the reading threads, chunk after chunk
         for at, n in zip(index, array.grid, strict=True):
             number = number * n + at
         self.digests = None if digests is None else digests[number]
 
-    @contextmanager
-    def open(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Reader]:
-        """The file, for reads in these ranges of bytes. Raises CheckpointError."""
-        with ExitStack() as stack:
-            try:
-                size = math.prod(self.array.chunk) * self.array.itemsize
-                reader = stack.enter_context(self.storage.open(self.name, size, ranges))
-            except OSError as error:
-                disk.check_damage(error, f"{self.leaf}: {self.storage.at(self.name)}")
-                what = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-                raise self.error(what) from None
-            yield reader
+    def open(self, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager[Reader]:
+        """The file, for reads in these ranges of the chunk's bytes. Raises CheckpointError."""
+        base = self.base
+        return self.files.open(self.array, self.file, [(lo + base, hi + base) for lo, hi in ranges], self.leaf)
 
     def error(self, what: str, leaf: Callable[[], str] | None = None) -> CheckpointError:
         """The error that names the leaf, the file and what to do."""
-        name = leaf() if leaf else self.leaf
-        return CheckpointError(f"{name}: its chunk file {self.storage.at(self.name)} {what}; {RESTORE_ANOTHER}")
+        return file_error(self.files.storage, self.name, leaf() if leaf else self.leaf, what)
 
     def band(
         self, reader: Reader, number: int, offset: int, into: np.ndarray, leaf: Callable[[], str] | None = None
     ) -> None:
-        """Read band `number`, at `offset`, into all of `into`; verify it. leaf: names whose bytes they are."""
-        done = 0
+        """Read band `number`, at `offset` of the chunk, into all of `into`; verify it. leaf: names whose bytes."""
+        done, offset = 0, self.base + offset
         while done < into.nbytes:
             try:
                 got = reader.read_into(into[done:], offset + done)
             except OSError as error:
-                disk.check_damage(error, f"{leaf() if leaf else self.leaf}: {self.storage.at(self.name)}")
+                disk.check_damage(error, f"{leaf() if leaf else self.leaf}: {self.files.storage.at(self.name)}")
                 raise self.error(f"cannot be read ({error.strerror})", leaf) from None
             if got == 0:
                 raise self.error(f"ends at byte {offset + done}", leaf)

@@ -15,6 +15,7 @@ from fmegatron.checkpoint.files.format import ZARR, Array
 from fmegatron.checkpoint.files.saved import Save
 from fmegatron.checkpoint.reading.digests import stored_digests
 from fmegatron.checkpoint.reading.fetch import ChunkFile, check_description
+from fmegatron.checkpoint.reading.files import Files
 
 SAMPLE_BANDS = 32  # of at most 1 MiB each
 
@@ -50,10 +51,11 @@ def _read(save: Save, array: Array, numbers: list[int], owners: dict[str, str]) 
         chunk, band = divmod(number, len(sizes))
         index = tuple(map(int, np.unravel_index(chunk, array.grid))) if array.grid else ()
         offset, into = sum(sizes[:band]), np.empty(sizes[band], np.uint8)
-        file = ChunkFile(save.storage, array, index, digests, leaf)
-        save.storage.forget(file.name)
-        with file.open([(offset, offset + into.nbytes)]) as reader:
-            file.band(reader, band, offset, into)
+        with Files(save.storage) as files:
+            file = ChunkFile(files, array, index, digests, leaf)
+            save.storage.forget(file.name)
+            with file.open([(offset, offset + into.nbytes)]) as reader:
+                file.band(reader, band, offset, into)
 
 
 def band_sizes(array: Array) -> tuple[int, ...]:

@@ -99,9 +99,9 @@ class Snapshot(Save, Source):
         return cells(self.manifest, self.manifest.leaves[path], box)
 
     def grid(self, path: str) -> tuple[tuple[int, ...], ...]:
-        """Chunks and bands of a leaf that has an array of its own."""
-        array = self._array(path)
-        return () if array is None else (array.chunk, array.band)
+        """Chunks and bands of a leaf that is in an array."""
+        array, skip = self._array(path), len(self.leaves[path].at)
+        return () if array is None else (array.chunk[skip:], array.band[skip:])
 
     @property
     def verifies(self) -> bool:
@@ -109,25 +109,27 @@ class Snapshot(Save, Source):
         return True
 
     def digests(self, path: str) -> Digests | None:
-        """Those of a leaf that has an array of its own."""
-        array = self._array(path)
+        """Those of a leaf that is in an array; of a stack all differ where one does."""
+        array, at = self._array(path), self.leaves[path].at
         if array is None:
             return None
 
         def table() -> np.ndarray:
             try:
-                return stored_digests(self, array, path)
+                found = stored_digests(self, array, path)
+                return found.reshape(*array.shape[: len(at)], -1, found.shape[1])[at] if at else found
             except CheckpointError as error:
                 self.check_there(error)
                 raise
 
-        return Digests(array.chunk, array.band, array.digest, table)
+        combined = f"{array.digest} {at}" if at else array.digest
+        return Digests(array.chunk[len(at) :], array.band[len(at) :], combined, table)
 
     def digest_of(self, path: str) -> str | None:
         """Of the digests of all arrays that the leaf has elements in."""
         leaf = self.manifest.leaves[path]
         names = [leaf.array] if leaf.array is not None else [piece.array for piece in leaf.pieces]
-        found = [leaf.layout, *(self.manifest.arrays[name].digest for name in names)]
+        found = [leaf.layout, leaf.at, *(self.manifest.arrays[name].digest for name in names)]
         return digest_text(json.dumps(found, sort_keys=True).encode())
 
     def pinned(self) -> AbstractContextManager[None]:

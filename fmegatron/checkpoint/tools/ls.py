@@ -238,7 +238,10 @@ def _stored(store: Store, name: str) -> Checkpoint:
 def stored_bytes(manifest: Manifest) -> int:
     """Bytes of all chunk files of a checkpoint."""
     arrays = manifest.arrays.values()
-    return sum(math.prod(a.grid) * math.prod(a.chunk) * a.itemsize for a in arrays)
+    return sum(
+        math.prod(a.grid) * a.chunk_nbytes + 16 * math.prod(a.file_grid) * math.prod(a.shard) * bool(a.shard)
+        for a in arrays
+    )
 
 
 UNKNOWN = -1  # size of a file in a store that does not report it

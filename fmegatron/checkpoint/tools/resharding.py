@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.files.format import CheckpointError, Leaf, StoredLeaf
+from fmegatron.checkpoint.files.format import SHARD_BYTES, CheckpointError, Leaf, StoredLeaf
 from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.files.stores import open_store
@@ -25,8 +25,8 @@ from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.tools.ls import stored_bytes
-from fmegatron.checkpoint.writing.part import Part, complete, grid_array, merge, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan, chunk_shape, cut_unit, plan, split_chunk
+from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunk_shape, cut_unit, grid_array, homes, in_files, split_chunk
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Box, Layout, Mesh, Rules, Split
 from fmegatron.layout.boxes import row_major_strides
@@ -78,8 +78,8 @@ def reshard(
         for rank, leaves in _packed(plans).items():
             tensors = _read_local(source, leaves, rank)
             parts.setdefault(rank, Part(rank, plan_id)).add(write_part(storage, leaves, tensors, rank))
-        for group in in_rounds(_chunks(plans), bound):
-            parts[0].add(_write_chunks(source, storage, group))
+        for group in in_rounds(_files(plans), bound):
+            parts[0].add(_write_files(source, storage, group))
         merged = merge(plans, parts.values(), source.step, dict(source.metadata), source.finite)
         store.publish(storage, complete(storage, *merged))
     finally:
@@ -94,47 +94,56 @@ def rewrite(source: Source, path: str | os.PathLike | Store, bound: int = BOUND_
     What is at `path` is replaced. bound: as of `reshard`. Raises as `reshard`.
     """
     layouts = {name: Layout(leaf.shape, leaf.torch_dtype, Mesh()) for name, leaf in source.leaves.items()}
-    return reshard(source, path, plan(list(layouts), list(layouts.values())), bound=bound, overwrite=True)
+    return reshard(source, path, plan_of(layouts, bound=bound), bound=bound, overwrite=True)
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """A chunk of a leaf's array, and the part of the leaf that it holds."""
+class _File:
+    """What is in a file of an array: (leaf, index of a chunk in its grid, start and shape of what the chunk holds)."""
 
-    leaf: LeafPlan
-    index: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    chunks: list[tuple[LeafPlan, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.leaf.layout.dtype.itemsize
+        return sum(math.prod(shape) * leaf.layout.dtype.itemsize for leaf, _, _, shape in self.chunks)
 
 
-def _chunks(plans: Sequence[LeafPlan]) -> Iterator[_Chunk]:
-    """The chunks of all leaves that have an array of their own, row-major."""
+def _files(plans: Sequence[LeafPlan]) -> Iterator[_File]:
+    """The files of all arrays in global shape, row-major."""
+    arrays: dict[str, dict[tuple[int, ...], LeafPlan]] = {}
     for p in plans:
         if p.home == "grid":
-            for index in itertools.product(*map(range, grid_array(p).grid)):
-                start = tuple(i * c for i, c in zip(index, p.chunk, strict=True))
-                shape = tuple(min(c, n - a) for a, c, n in zip(start, p.chunk, p.layout.shape, strict=True))
-                yield _Chunk(p, index, start, shape)
+            arrays.setdefault(grid_array(p).name, {})[p.at] = p
+    for leaves in arrays.values():
+        at, p = next(iter(leaves.items()))
+        a, skip = grid_array(p), len(at)
+        for file in itertools.product(*map(range, a.file_grid)):
+            chunks = []
+            for index in itertools.product(*a.file_chunks(file)):
+                leaf, index = leaves[index[:skip]], index[skip:]
+                start = tuple(i * c for i, c in zip(index, leaf.chunk, strict=True))
+                shape = tuple(min(c, n - a) for a, c, n in zip(start, leaf.chunk, leaf.layout.shape, strict=True))
+                chunks.append((leaf, index, start, shape))
+            yield _File(chunks)
 
 
-def _write_chunks(source: Source, storage: Storage, group: Sequence[_Chunk]) -> Part:
-    """Read some chunks, of each leaf one after another in a tensor of its own, and write them."""
-    leaves, tensors, places, wanted = [], [], [], {}
-    for p, run in itertools.groupby(group, lambda chunk: chunk.leaf):
-        chunks, at = list(run), 0
-        x = torch.empty(sum(math.prod(c.shape) for c in chunks), dtype=p.layout.dtype)
+def _write_files(source: Source, storage: Storage, group: Sequence[_File]) -> Part:
+    """Read the chunks of some files, of each leaf one after another in a tensor of its own, and write them."""
+    found: dict[str, tuple[LeafPlan, list]] = {}
+    for file in group:
+        for leaf, *chunk in file.chunks:
+            found.setdefault(leaf.path, (leaf, []))[1].append(chunk)
+    tensors, places, wanted = [], [], {}
+    for p, chunks in found.values():
+        x, at = torch.empty(sum(math.prod(shape) for _, _, shape in chunks), dtype=p.layout.dtype), 0
         boxes = []
-        for c in chunks:
-            boxes.append((c.index, Box(c.start, c.shape, at, row_major_strides(c.shape))))
-            at += math.prod(c.shape)
-        leaves, tensors, places = [*leaves, p], [*tensors, x], [*places, boxes]
+        for index, start, shape in chunks:
+            boxes.append((index, Box(start, shape, at, row_major_strides(shape))))
+            at += math.prod(shape)
+        tensors, places = [*tensors, x], [*places, boxes]
         wanted[p.path] = [Target(p.path, box, box.view(x), x.dtype) for _, box in boxes]
     source.fill(wanted)
-    return write_part(storage, leaves, tensors, 0, places)
+    return write_part(storage, [p for p, _ in found.values()], tensors, 0, places)
 
 
 def _packed(plans: Sequence[LeafPlan]) -> dict[int, list[LeafPlan]]:
@@ -253,7 +262,7 @@ def target_layouts(
 def plan_of(
     layouts: dict[str, Layout], chunks: Sequence[tuple[str, tuple[int, ...]]] = (), bound: int = BOUND_BYTES
 ) -> tuple[LeafPlan, ...]:
-    """The plan of a save under these layouts, with every leaf in a regular grid of chunks of at most `bound` bytes.
+    """The plan of a save under these layouts, with every leaf in a regular grid, in files of at most `bound` bytes.
 
     A save stores the shards that no grid can hold as pieces; one process that writes all of a leaf does not need them.
     chunks: (pattern, shape) rules over the chunk shapes; the first that matches decides, whatever the bound.
@@ -262,7 +271,7 @@ def plan_of(
     """
     table, used = Rules([*((pattern, ()) for pattern, _ in chunks), (".*", ())]), set()
     found = []
-    for p in plan(list(layouts), list(layouts.values())):
+    for p in homes(list(layouts), list(layouts.values())):
         unit = cut_unit(p.layout) if p.home == "grid" else p.layout.shape
         if p.home in ("grid", "piece"):
             shape = p.chunk or chunk_shape(p.layout.shape, unit, p.layout.dtype.itemsize)
@@ -277,7 +286,14 @@ def plan_of(
         raise ValueError(
             f"--chunks: got the pattern {unused[0]!r}, wanted one that matches a leaf with an array of its own"
         )
-    return tuple(found)
+    return in_files(found, _unit, min(SHARD_BYTES, bound))
+
+
+def _unit(p: LeafPlan) -> tuple[int, ...]:
+    """As a save has it; the full shape where no save could have these chunks."""
+    unit = cut_unit(p.layout)
+    fits = all(u == n or u % c == 0 for u, n, c in zip(unit, p.layout.shape, p.chunk, strict=True))
+    return unit if fits else p.layout.shape
 
 
 def _chunk(p: LeafPlan, wanted: tuple[int, ...], unit: tuple[int, ...]) -> tuple[int, ...]:

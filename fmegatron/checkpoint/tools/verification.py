@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from fmegatron.checkpoint.files.format import (
 from fmegatron.checkpoint.files.manifest import layout_from_json, marker_to_json, step_of_marker, to_json_text
 from fmegatron.checkpoint.files.storage import Reader, Storage
 from fmegatron.checkpoint.files.stores import open_store
+from fmegatron.checkpoint.reading.files import read_exactly
 from fmegatron.checkpoint.reading.sample import band_sizes
 from fmegatron.checkpoint.reading.snapshot import Saved, Snapshot, on_snapshot
 from fmegatron.checkpoint.reading.source import Foreign, Source
@@ -126,6 +127,17 @@ def _report(source: Source, jobs: int | None) -> Report:
     return Report(storage.text, manifest.step, len(manifest.leaves), files, nbytes, damages)
 
 
+class _Job(NamedTuple):
+    """Consecutive bands of a file from byte `at` on, of these sizes; digests None: its index. leaf: whose, if known."""
+
+    array: Array
+    file: tuple[int, ...]
+    leaf: str | None
+    at: int
+    digests: np.ndarray | None
+    sizes: tuple[int, ...]
+
+
 class _Check:
     """The state of one verification: what is there, what was expected so far, what is wrong."""
 
@@ -135,6 +147,7 @@ class _Check:
         self.damages: list[Damage] = []
         self.files = self.nbytes = 0
         self._lock = threading.Lock()
+        self._stacks = {(x.array, *x.at): x.path for x in manifest.leaves.values() if x.at}
         self._owners, self._shared = _owners(manifest), _shared_digests(manifest)
 
     def metadata(self) -> None:
@@ -181,11 +194,10 @@ class _Check:
                     job = next(work, None)
                 if job is None:
                     return
-                array = job[0]
-                largest = math.prod(array.band) * array.itemsize
+                largest = math.prod(job.array.band) * job.array.itemsize
                 if buffer.nbytes < largest:
                     buffer = np.empty(largest, np.uint8)
-                self._bands(*job, buffer)
+                self._bands(job, buffer)
 
         threads = [threading.Thread(target=run, daemon=True) for _ in range(min(jobs, _MOST_THREADS))]
         for thread in threads:
@@ -261,50 +273,71 @@ class _Check:
         leaf = self._leaf(array, 0, 0)
         self.damages.append(Damage("bytes", DIGESTS, f"the digests of {array.name} were altered", leaf, 8 * lo, 8 * hi))
         # What a missing table would have stated is unknown, but not which files there should be.
-        for index in itertools.islice(_indices(array.grid), len(self.entries) + 1000):
-            self._there(array.chunk_file(index), math.prod(array.chunk) * array.itemsize, leaf)
+        for file in itertools.islice(_indices(array.file_grid), len(self.entries) + 1000):
+            self._there(array.file_name(file), array.index_span(file)[1], leaf)
         return None
 
-    def _jobs(self, array: Array, table: np.ndarray) -> Iterator[tuple[Array, str, int, np.ndarray, tuple[int, ...]]]:
-        """(array, file, first byte, digests, bytes of each band): consecutive bands of a chunk file."""
+    def _jobs(self, array: Array, table: np.ndarray) -> Iterator[_Job]:
+        """Consecutive bands of a file, or its index."""
         sizes, leaf = band_sizes(array), self._leaf(array, 0, 0)
-        for index, row in zip(_indices(array.grid), table, strict=True):
-            name = array.chunk_file(index)
-            if self._there(name, sum(sizes), leaf):
-                at = 0
+        steps = [math.prod(array.grid[d + 1 :]) for d in range(len(array.grid))]
+        for file in _indices(array.file_grid):
+            start, stop = array.index_span(file)
+            if not self._there(array.file_name(file), stop, leaf):
+                continue
+            at = 0
+            for index in itertools.product(*array.file_chunks(file)):
+                row = table[sum(i * step for i, step in zip(index, steps, strict=True))]
+                owner = self._stacks.get((array.name, index[0])) if index else None
                 for i in range(0, len(sizes), _BANDS_PER_JOB):
                     part = sizes[i : i + _BANDS_PER_JOB]
-                    yield array, name, at, row[i : i + _BANDS_PER_JOB], part
+                    yield _Job(array, file, owner, at, row[i : i + _BANDS_PER_JOB], part)
                     at += sum(part)
+            if start < stop:
+                yield _Job(array, file, None, start, None, (stop - start,))
 
-    def _bands(
-        self, array: Array, name: str, at: int, digests: np.ndarray, sizes: tuple[int, ...], buffer: np.ndarray
-    ) -> None:
-        total = sum(band_sizes(array))
+    def _bands(self, job: _Job, buffer: np.ndarray) -> None:
+        name, at, sizes = job.array.file_name(job.file), job.at, job.sizes
         try:
-            with self.storage.open(name, total, [(at, at + sum(sizes))]) as reader:
-                for wanted, size in zip(digests, sizes, strict=True):
-                    self._band(array, name, reader, at, buffer[:size], wanted)
+            with self.storage.open(name, job.array.index_span(job.file)[1], [(at, at + sum(sizes))]) as reader:
+                if job.digests is None:
+                    self._index(job, name, reader)
+                    return
+                for wanted, size in zip(job.digests, sizes, strict=True):
+                    self._band(job, name, reader, at, buffer[:size], wanted)
                     at += size
         except OSError as error:
             kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-            self._damaged(array, kind, name, f"cannot be opened ({error.strerror})", at, at + sum(sizes))
+            self._damaged(job, kind, name, f"cannot be opened ({error.strerror})", at, at + sum(sizes))
 
-    def _band(self, array: Array, name: str, reader: Reader, at: int, into: np.ndarray, wanted: int) -> None:
+    def _index(self, job: _Job, name: str, reader: Reader) -> None:
+        """The index at the end of a file must be that of its chunks: other readers find them by it."""
+        start, (size,) = job.at, job.sizes
+        try:
+            found = read_exactly(reader, start, start + size)
+        except OSError as error:
+            self._damaged(job, "unreadable", name, f"cannot be read ({error.strerror})", start, start + size)
+            return
+        if not np.array_equal(found.view("<u8"), job.array.file_index(job.file)):
+            self._damaged(job, "bytes", name, "its index was altered after the save", start, start + size)
+        with self._lock:
+            self.nbytes += size
+
+    def _band(self, job: _Job, name: str, reader: Reader, at: int, into: np.ndarray, wanted: int) -> None:
         done = 0
         try:
             while done < into.nbytes and (got := reader.read_into(into[done:], at + done)):
                 done += got
         except OSError as error:
-            self._damaged(array, "unreadable", name, f"cannot be read ({error.strerror})", at, at + into.nbytes)
+            self._damaged(job, "unreadable", name, f"cannot be read ({error.strerror})", at, at + into.nbytes)
         else:
             if done < into.nbytes or digest(into) != wanted:
-                self._damaged(array, "bytes", name, "altered after the save", at, at + into.nbytes)
+                self._damaged(job, "bytes", name, "altered after the save", at, at + into.nbytes)
         with self._lock:
             self.nbytes += done
 
-    def _damaged(self, array: Array, kind: str, name: str, what: str, start: int, stop: int) -> None:
-        damage = Damage(kind, name, what, self._leaf(array, start, stop), start, stop)
+    def _damaged(self, job: _Job, kind: str, name: str, what: str, start: int, stop: int) -> None:
+        damage = Damage(kind, name, what, job.leaf or self._leaf(job.array, start, stop), start, stop)
         with self._lock:
             self.damages.append(damage)
 

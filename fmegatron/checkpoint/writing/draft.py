@@ -19,7 +19,7 @@ from fmegatron.checkpoint.files.format import MOST_SMALL
 from fmegatron.checkpoint.files.storage import Storage, Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan, is_small
+from fmegatron.checkpoint.writing.plan import LeafPlan, in_files, is_small
 from fmegatron.checkpoint.writing.scattered import Scattered
 from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
 from fmegatron.checkpoint.writing.write import write_part
@@ -82,7 +82,8 @@ class Draft:
                 raise ValueError(f"{name}: {error}") from None
             found[name] = Scattered(shape, dtype, tuple(held))
         pack = sum(is_small(leaf.shape, leaf.nbytes) for leaf in found.values()) > MOST_SMALL
-        plans = {name: leaf.plan(name, pack) for name, leaf in found.items()}
+        homes = [leaf.plan(name, pack) for name, leaf in found.items()]
+        plans = dict(zip(found, in_files(homes, lambda p: found[p.path].unit()), strict=True))
         store, digest = open_store(path), plan_digest(tuple(plans.values()))
         storage = store.begin()
         mine: list[dict[str, LeafPlan]] = [{} for _ in range(ranks)]

@@ -20,7 +20,6 @@ from fmegatron.checkpoint.files.format import (
     Manifest,
     Piece,
     StoredLeaf,
-    array_name,
     band_shape,
     digest_text,
     dtype_of,
@@ -29,7 +28,7 @@ from fmegatron.checkpoint.files.format import (
 )
 from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.storage import Storage
-from fmegatron.checkpoint.writing.plan import LeafPlan
+from fmegatron.checkpoint.writing.plan import LeafPlan, grid_array
 from fmegatron.layout import Box, Mesh
 
 
@@ -51,11 +50,15 @@ class Part:
     def add(self, other: Part) -> None:
         """Take in more that the same rank has written: other leaves, or other chunks of the same."""
         for name, numbers in other.chunks.items():
-            self.chunks[name] = self.chunks.get(name, []) + numbers
-            had = [self.digests[name]] if name in self.digests else []
-            self.digests[name] = np.concatenate([*had, other.digests[name]])
+            self.wrote(name, numbers, other.digests[name])
         self.arrays.update(other.arrays)
         self.pieces.update(other.pieces)
+
+    def wrote(self, name: str, numbers: list[int], digests: np.ndarray) -> None:
+        """Chunks of an array were written."""
+        self.chunks[name] = self.chunks.get(name, []) + numbers
+        had = [self.digests[name]] if name in self.digests else []
+        self.digests[name] = np.concatenate([*had, digests])
 
     def store(self, storage: Storage) -> None:
         """Leave the part among the files of the save, for rank 0."""
@@ -88,13 +91,6 @@ class Part:
         storage.remove(json_at)
         storage.remove(digests_at)
         return part
-
-
-def grid_array(leaf: LeafPlan) -> Array:
-    """The array of a leaf that has one of its own in global shape."""
-    layout = leaf.layout
-    band = band_shape(leaf.chunk, layout.dtype.itemsize)
-    return Array(array_name(leaf.path), layout.shape, dtype_text(layout.dtype), leaf.chunk, band)
 
 
 def one_chunk(name: str, n: int, dtype: str) -> Array:
@@ -174,7 +170,7 @@ def merge(
             row = rows[key] = layout_to_json(p.layout, meshes)
         common = (p.path, p.layout.shape, dtype_text(p.layout.dtype), row)
         leaves[p.path] = (
-            StoredLeaf(*common, array_name(p.path))
+            StoredLeaf(*common, grid_array(p).name, at=p.at)
             if p.home == "grid"
             else StoredLeaf(*common, None, tuple(pieces.get(p.path, ())))
         )
@@ -200,8 +196,8 @@ def check_written(storage: Storage, manifest: Manifest) -> None:
     """Raise RuntimeError when a file that was written is not there: files were removed while they were written."""
     found, arrays = set(storage.names()), manifest.arrays.values()
     described = (f"{name}/{ZARR}" for name in itertools.chain(_groups(manifest), manifest.arrays))
-    chunks = (array.chunk_file(index) for array in arrays for index in itertools.product(*map(range, array.grid)))
-    for name in itertools.chain((DIGESTS, MANIFEST), described, chunks):
+    written = (a.file_name(file) for a in arrays for file in itertools.product(*map(range, a.file_grid)))
+    for name in itertools.chain((DIGESTS, MANIFEST), described, written):
         if name not in found:
             raise RuntimeError(
                 f"{storage.at(name)}: was written and has vanished; does another run save to this place?"

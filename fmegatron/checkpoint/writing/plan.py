@@ -1,8 +1,9 @@
-"""The write plan: boxes to chunks to writers, by integer arithmetic that gives the same result on every rank.
+"""The write plan: boxes to chunks to files to writers, by integer arithmetic that gives the same result on every rank.
 
 Three homes for a leaf:
-- `grid`: an array of its own in global shape, with a chunk grid that no writer's box crosses, so every chunk has one
-  writer. The rule for nearly everything: even, uneven, interleaved, flattened along full rows, replicated, empty.
+- `grid`: an array in global shape, with a chunk grid that no writer's box crosses. Chunks of one box are together in
+  files (shards), so every file has one writer. The rule for nearly everything: even, uneven, interleaved, flattened
+  along full rows, replicated, empty. Equal leaves that differ in one number of their path share one (stacks.py).
 - `packed`: small, and one of very many or without such a grid; a few bytes in the one file of its owner.
 - `piece`: no such grid is coarse enough (a flattened range that ends inside a row), or fine enough (a cut into prime
   numbers of rows). The writer's local storage, verbatim, with the boxes that state which elements are where; above
@@ -13,10 +14,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, MOST_CHUNK_BYTES, MOST_SMALL, SMALL_BYTES, array_name
+from fmegatron.checkpoint.files.format import (
+    CHUNK_BYTES,
+    MOST_CHUNK_BYTES,
+    MOST_SMALL,
+    SHARD_BYTES,
+    SMALL_BYTES,
+    Array,
+    array_name,
+    band_shape,
+    dtype_text,
+)
+from fmegatron.checkpoint.writing.stacks import Entry, stacked
 from fmegatron.layout import Box, Layout, Split, split
 from fmegatron.layout.split import chunk
 
@@ -28,64 +40,175 @@ _COLUMN_PARTS = 4  # and is smaller so many times: it is copied before it is wri
 _MOST_SMALL_CHUNKS = 64  # of a small leaf that has an array of its own
 _MOST_PART, _MOST_NAME = 128, 512  # characters of the name of a small leaf's array, and of a part of it
 _MOST_DIVISORS_TRIED = 4096
+_MOST_SLOTS = 1 << 16  # chunks of a file
+_LEAST_FILES = 8  # of what a rank holds: chunks that are copied before they are written are in memory, file by file
+_LEAST_BYTES = 16 << 20  # files are not made smaller than this for it
+_SPREAD = 4  # files of a replica, so that each writes about as much, of 8 MiB at least,
+_SPREAD_RANKS = 1024  # unless ranks are so many that the number of files counts more
 
 
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf is stored; the same on every rank.
 
-    home: "grid", "packed" or "piece".  chunk: shape, for "grid".  turn: replica that writes the first chunk of a box;
-    the next chunk goes to the next replica.
+    home: "grid", "packed" or "piece".  chunk: shape, for "grid".  shard: as of the array, see `Array`.  stack: name of
+    the array that holds the leaf with others, which of them it is, how many they are; None: it has one of its own.
+    turn: the replica that writes it, if not "grid".  line: of what its replicas write, byte after byte, where this
+    array's files begin, the size of one, and the end of all: each replica writes those whose middle is in its part.
     """
 
     path: str
     layout: Layout
     home: str
     chunk: tuple[int, ...] = ()
+    shard: tuple[int, ...] = ()
+    stack: tuple[str, int, int] | None = None
     turn: int = 0
+    line: tuple[int, int, int] = (0, 0, 1)
+
+    @property
+    def at(self) -> tuple[int, ...]:
+        """Where the array is a stack, the leading index of this leaf."""
+        return () if self.stack is None else (self.stack[1],)
 
     def writes(self, rank: int) -> bool:
         """Whether the rank writes this leaf's packed or own piece."""
         return self.layout.owner(rank, self.turn) and bool(self.layout.boxes(rank))
 
 
-def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
-    """The plan of a full tree. Costs a few integers per leaf, whatever the number of ranks.
+def grid_array(leaf: LeafPlan) -> Array:
+    """The array in global shape of a leaf that has one, or is in one with others."""
+    layout, band, lead = leaf.layout, band_shape(leaf.chunk, leaf.layout.dtype.itemsize), len(leaf.at) * (1,)
+    name, n = (array_name(leaf.path), ()) if leaf.stack is None else (leaf.stack[0], leaf.stack[2:])
+    dtype, chunk = dtype_text(layout.dtype), (*lead, *leaf.chunk)
+    return Array(name, (*n, *layout.shape), dtype, chunk, (*lead, *band), shard=leaf.shard)
 
-    Chunks are assigned to the replicas of a leaf in turn, big ones first, and the turn goes on from leaf to leaf: two
-    replicas differ by at most one chunk for every set of axes that leaves are replicated over.
-    """
+
+def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
+    """The plan of a full tree. Costs a few integers per leaf, whatever the number of ranks."""
+    return in_files(homes(paths, layouts))
+
+
+def homes(paths: Sequence[str], layouts: Sequence[Layout]) -> list[LeafPlan]:
+    """Homes and chunks of a full tree, for `in_files`."""
     pack = sum(is_small(layout.shape, layout.nbytes) for layout in layouts) > MOST_SMALL
-    plans, dealt = [], {}
-    for path, layout in zip(paths, layouts, strict=True):
-        plans.append(LeafPlan(path, layout, *_home(path, layout, pack)))
-    sizes = [math.prod(p.chunk) * p.layout.dtype.itemsize if p.chunk else _most_nbytes(p.layout) for p in plans]
-    for i in sorted(range(len(plans)), key=lambda i: -sizes[i]):
-        p = plans[i]
-        if p.home == "packed" or p.layout.replicas == 1:
-            continue
-        turn = dealt.get(p.layout.replicated, 0)
-        boxes = p.layout.boxes(p.layout.fullest) if p.chunk else ()
-        count = sum(math.prod(map(len, _chunk_ranges(box, p.chunk))) for box in boxes) if p.chunk else 1
-        dealt[p.layout.replicated] = (turn + count) % p.layout.replicas
-        plans[i] = LeafPlan(p.path, p.layout, p.home, p.chunk, turn)
-    return tuple(plans)
+    return [LeafPlan(path, x, *_home(path, x, pack)) for path, x in zip(paths, layouts, strict=True)]
+
+
+def in_files(
+    plans: Sequence[LeafPlan],
+    unit_of: Callable[[LeafPlan], tuple[int, ...]] = lambda leaf: cut_unit(leaf.layout),
+    most: int = SHARD_BYTES,
+) -> tuple[LeafPlan, ...]:
+    """The plan with stacks, files and their writers.
+
+    The files of all leaves with the same replicas are one line of bytes, cut evenly between the replicas where
+    files end. So these are smaller where replicas are many.
+
+    Args:
+        plans: homes and chunks of all leaves that are saved together.
+        unit_of: the `cut_unit` of a leaf, or its shape where one process writes all.
+        most: bytes of a file, one chunk at least.
+    """
+    grids, placed = [i for i, p in enumerate(plans) if p.home == "grid"], list(plans)
+    entries = [Entry(p.path, (p.layout, p.chunk) if p.layout.nbytes else None) for p in map(plans.__getitem__, grids)]
+    stacks = {grids[n]: found for n, found in stacked(entries).items()}
+    lines: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    for i, p in enumerate(plans):
+        if p.home != "packed" and p.layout.nbytes:
+            lines.setdefault((p.layout.replicas, p.layout.replicated), []).append(i)
+    for (replicas, _), line in lines.items():
+        held = sum(_most_nbytes(plans[i].layout) for i in line)
+        limit = min(most, max(_LEAST_BYTES, held // _LEAST_FILES))
+        if replicas > 1 and plans[line[0]].layout.mesh.size <= _SPREAD_RANKS:
+            limit = min(limit, max(_LEAST_BYTES // 2, held // (_SPREAD * replicas)))
+        first: dict[str, int] = {}  # by stack, its first leaf
+        starts, sizes, total = {}, {}, 0
+        for i in line:
+            p = placed[i]
+            if i in stacks:
+                p = replace(p, stack=stacks[i])
+                if (lead := first.setdefault(stacks[i][0], i)) != i:
+                    placed[i], starts[i] = replace(p, shard=placed[lead].shard), starts[lead]
+                    continue
+            if p.home == "grid":
+                p = replace(p, shard=_shard(p, unit_of(p), limit))
+            starts[i], placed[i] = total, p
+            if replicas > 1 and p.home == "grid":
+                a = grid_array(p)
+                count = a.file_grid[0] if p.at else 1
+                count *= sum(math.prod(map(len, x)) for x in _file_ranges(p, p.layout.boxes(p.layout.fullest)))
+                sizes[i] = a.chunk_nbytes * math.prod(min(k, n) for k, n in zip(a.shard, a.grid, strict=bool(a.shard)))
+                total += count * sizes[i]
+            elif replicas > 1:
+                sizes[i] = _most_nbytes(p.layout)
+                total += sizes[i]
+        for i in line if replicas > 1 else ():
+            p, lead = placed[i], first.get(stacks[i][0]) if i in stacks else None
+            size = sizes[i if lead is None else lead]
+            turn = 0 if p.home == "grid" else _replica(starts[i], size, replicas, total)
+            placed[i] = replace(p, turn=turn, line=(starts[i], size, total))
+    return tuple(placed)
+
+
+def _replica(start: int, size: int, replicas: int, total: int) -> int:
+    """Who writes `size` bytes that begin at `start` of a line of `total` bytes. Of uneven boxes some end after it."""
+    return min((2 * start + size) * replicas // (2 * total), replicas - 1)
+
+
+def _shard(leaf: LeafPlan, unit: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Chunks of a file, for each dim of the leaf's array: those between two cuts, or a part of them from dim 0 on."""
+    a = grid_array(leaf)
+    if math.prod(a.grid) == 1:
+        return ()
+    cut = [u < n for u, n in zip((*a.shape[: len(leaf.at)], *unit), a.shape, strict=True)]
+    unit = (*a.grid[: len(leaf.at)], *(u // c for u, c in zip(unit, leaf.chunk, strict=True)))
+    k = [u if cuts else n for u, n, cuts in zip(unit, a.grid, cut, strict=True)]
+    for d, cuts in enumerate(cut):
+        parts = max(-(-math.prod(k) * a.chunk_nbytes // most), -(-math.prod(k) // _MOST_SLOTS))
+        if parts > 1:
+            tried = range(parts, min(k[d], parts + _MOST_DIVISORS_TRIED if cuts else 2 * parts) + 1)
+            parts = next((n for n in tried if k[d] % n == 0), k[d] if cuts else parts)
+            k[d] = max(1, -(-k[d] // parts))
+    return tuple(k) if math.prod(k) > 1 else ()
+
+
+def _file_ranges(leaf: LeafPlan, boxes: Sequence[Box]) -> list[list[range]]:
+    """For each box, per dim of the leaf, the numbers of the files that it touches."""
+    span = leaf.chunk
+    if leaf.shard:
+        span = tuple(c * k for c, k in zip(leaf.chunk, leaf.shard[len(leaf.at) :], strict=True))
+    return [_chunk_ranges(box, span) for box in boxes]
 
 
 def chunks_to_write(leaf: LeafPlan, rank: int) -> list[tuple[tuple[int, ...], Box]]:
-    """(chunk index, the chunk as a box of the local tensor) for every chunk of a `grid` leaf that the rank writes."""
-    boxes, shape, replicas = leaf.layout.boxes(rank), leaf.layout.shape, leaf.layout.replicas
-    mine, n, found = (leaf.layout.replica(rank) - leaf.turn) % replicas, -1, []
-    for box in boxes:
-        for index in itertools.product(*_chunk_ranges(box, leaf.chunk)):
-            n += 1
-            if n % replicas != mine:
-                continue
-            start = [i * c for i, c in zip(index, leaf.chunk, strict=True)]
-            stop = [min(a + c, s) for a, c, s in zip(start, leaf.chunk, shape, strict=True)]
-            part = box.intersect(start, stop)
-            assert part is not None and list(part.start) == start and list(part.stop) == stop, (leaf, rank, index)
-            found.append((index, part))
+    """(chunk index, the chunk as a box of the local tensor) for every chunk of a `grid` leaf that the rank writes.
+
+    File after file: all chunks of a file, or those of this leaf in it.
+    """
+    boxes, shape, replicas, found = leaf.layout.boxes(rank), leaf.layout.shape, leaf.layout.replicas, []
+    shard, (start, size, total) = leaf.shard[len(leaf.at) :] or (1,) * len(leaf.chunk), leaf.line
+    files, mine = _file_ranges(leaf, boxes), leaf.layout.replica(rank)
+    if leaf.stack is not None and replicas > 1:  # the files of the leaves before it
+        k = leaf.shard[0] if leaf.shard else 1
+        start += leaf.stack[1] // k * size * sum(math.prod(map(len, ranges)) for ranges in files)
+    for box, ranges in zip(boxes, files, strict=True):
+        chunks = _chunk_ranges(box, leaf.chunk)
+        for file in itertools.product(*ranges):
+            if replicas > 1:
+                start += size
+                if _replica(start - size, size, replicas, total) != mine:
+                    continue
+            inside = (
+                range(max(f * k, r.start), min((f + 1) * k, r.stop))
+                for f, k, r in zip(file, shard, chunks, strict=True)
+            )
+            for index in itertools.product(*inside):
+                low = [i * c for i, c in zip(index, leaf.chunk, strict=True)]
+                high = [min(a + c, s) for a, c, s in zip(low, leaf.chunk, shape, strict=True)]
+                part = box.intersect(low, high)
+                assert part is not None and list(part.start) == low and list(part.stop) == high, (leaf, rank, index)
+                found.append((index, part))
     return found
 
 

@@ -20,12 +20,12 @@ from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
-from fmegatron.checkpoint.files.format import array_name, piece_name
+from fmegatron.checkpoint.files.format import piece_name
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
-from fmegatron.checkpoint.writing.plan import LeafPlan, plan
+from fmegatron.checkpoint.writing.plan import LeafPlan, grid_array, plan
 from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
 from fmegatron.checkpoint.writing.write import write_part
 from fmegatron.layout import Layout
@@ -120,8 +120,11 @@ def check_names(store: Store, plans: Sequence[LeafPlan], size: int) -> None:
         # Quoting makes 3 bytes of one: most paths are so short that this cannot matter.
         if p.home not in ("grid", "piece") or (p.path.isascii() and 3 * len(p.path) + 64 < min(most_part, most)):
             continue
-        name = array_name(p.path) if p.home == "grid" else piece_name(p.path, size - 1)
-        part, whole = max(map(len, name.split("/"))), len(name) + len(f"/c{'.' + '9' * 12}") * max(1, len(p.chunk))
+        name = grid_array(p).name if p.home == "grid" else piece_name(p.path, size - 1)
+        part, whole = (
+            max(map(len, name.split("/"))),
+            len(name) + len(f"/c{'.' + '9' * 12}") * max(1, len(p.at) + len(p.chunk)),
+        )
         if part > most_part or whole > most:
             got = f"a key of {part} bytes" if part > most_part else f"a path of {whole} bytes"
             raise ValueError(

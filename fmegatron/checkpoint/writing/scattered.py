@@ -25,7 +25,7 @@ class Scattered:
     dtype: torch.dtype
     held: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
 
-    mesh, flat, replicas, padded, flat_from = Mesh(), (), 1, False, 0
+    mesh, flat, replicas, replicated, padded, flat_from = Mesh(), (), 1, (), False, 0
 
     @property
     def spec(self) -> tuple[None, ...]:
@@ -36,6 +36,18 @@ class Scattered:
     def nbytes(self) -> int:
         """Bytes of the full array."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def fullest(self) -> int:
+        """The rank that holds most."""
+        held: dict[int, int] = {}
+        for rank, _, shape in self.held:
+            held[rank] = held.get(rank, 0) + math.prod(shape)
+        return max(held, key=held.__getitem__, default=0)
+
+    def local_nbytes(self, rank: int) -> int:
+        """Bytes of a rank's boxes."""
+        return sum(math.prod(shape) for holder, _, shape in self.held if holder == rank) * self.dtype.itemsize
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The rank's boxes in its local tensor."""
@@ -64,9 +76,10 @@ class Scattered:
         local = max((math.prod(shape) for _, _, shape in self.held), default=0) * self.dtype.itemsize
         if pack and is_small(self.shape, self.nbytes):
             return LeafPlan(path, layout, "packed")
-        return LeafPlan(path, layout, *home_of(self.shape, self.dtype.itemsize, self._unit(), local, self.mesh.size))
+        return LeafPlan(path, layout, *home_of(self.shape, self.dtype.itemsize, self.unit(), local, self.mesh.size))
 
-    def _unit(self) -> tuple[int, ...]:
+    def unit(self) -> tuple[int, ...]:
+        """Per dim the step of which every cut is a multiple, see `cut_unit`."""
         return tuple(_gcd(self._cuts(dim), n) for dim, n in enumerate(self.shape))
 
     def _cuts(self, dim: int) -> Iterable[int]:

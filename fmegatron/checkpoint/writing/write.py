@@ -1,8 +1,8 @@
-"""The writes of one rank: chunks of its leaves through tensorstore, with a digest of each band.
+"""The writes of one rank: files of chunks of its leaves through tensorstore, with a digest of each band.
 
 A chunk of an uncompressed zarr3 array is its elements and nothing else, so tensorstore's threads write it from the
 tensor's memory, without a copy, while this thread digests it. What is not contiguous there is copied band by band into
-a buffer, and digested while it is in the cache.
+a buffer, and digested while it is in the cache; then a file at a time is in memory, and the next one beside it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fmegatron.checkpoint.files.format import (
 from fmegatron.checkpoint.files.keyvalue import done
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
-from fmegatron.checkpoint.writing.part import Part, grid_array, one_chunk, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write
+from fmegatron.checkpoint.writing.part import Part, one_chunk, plan_digest
+from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, grid_array
 from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
-_STAGED_BYTES = 64 << 20  # host copies of tensors on devices held at a time
-_BUFFER_BYTES = 8 << 20  # copies of chunks that are not contiguous held at a time, one at least
-_PACKED_BYTES = 8 << 20  # most of an array of packed leaves
-_AHEAD_BYTES = 128 << 20  # given to tensorstore and not yet written: no more is written after an error
+_STAGED_BYTES = 64 << 20  # host copies of pieces on devices held at a time
+_BUFFER_BYTES = 8 << 20  # copies of chunks held at a time, those of two files at least
+PACKED_BYTES = 8 << 20  # most of an array of packed leaves
+_AHEAD_BYTES = 128 << 20  # given to tensorstore and not yet written, two files at least: no more after an error
 _AHEAD_WRITES = 512  # the same in writes: beside its bytes, each takes some 10 KiB, and stores take far fewer at once
 
 
@@ -61,17 +61,24 @@ def write_part(
         tensors: the rank's local tensor of each leaf, on any device, of any strides.
         rank: who writes.
         chunks: for some of the `grid` leaves, those to write now, as boxes of the tensor given here, which may hold
-            nothing else; None: all that the rank has to write.
+            nothing else; None: all that the rank has to write. Those of one file are given together.
     """
     part = Part(rank, plan_digest(plans))
     packed: list[np.ndarray] = []
     size = number = 0
     with _Writer(storage, part) as writer:
+        files: dict[tuple[str, tuple[int, ...]], tuple[Array, list[_Chunk]]] = {}
         for leaf, x, some in zip(plans, tensors, chunks or [None] * len(plans), strict=True):
-            if leaf.home == "grid":
-                if todo := chunks_to_write(leaf, rank) if some is None else some:
-                    writer.grid(leaf, todo, x)
-            elif leaf.writes(rank):
+            if leaf.home == "grid" and (todo := chunks_to_write(leaf, rank) if some is None else some):
+                array, source = grid_array(leaf), _Tensor(x)
+                for index, box in todo:
+                    file = array.file_of(index := (*leaf.at, *index))
+                    found = files.setdefault((array.name, file), (array, []))
+                    found[1].append(_Chunk(leaf.path, index, box, source))
+        for (_, file), (array, some) in files.items():
+            writer.file(array, file, some)
+        for leaf, x in zip(plans, tensors, strict=True):
+            if leaf.home != "grid" and leaf.writes(rank):
                 boxes = leaf.layout.boxes(rank)
                 if leaf.home == "packed":
                     data = raw(_on_host(x))
@@ -79,7 +86,7 @@ def write_part(
                         bits, boxes = _without_padding(torch.from_numpy(data), boxes)
                         data = bits.numpy()
                     data = data.reshape(-1).view(np.uint8)
-                    if packed and size + data.nbytes > _PACKED_BYTES:
+                    if packed and size + data.nbytes > PACKED_BYTES:
                         writer.packed(packed_name(rank, number), packed, size)
                         packed, size, number = [], 0, number + 1
                     part.pieces[leaf.path] = [Piece(packed_name(rank, number), size, boxes)]
@@ -138,14 +145,47 @@ def _halves(box: Box) -> list[Box]:
     return [half for half in (box.intersect(box.start, high), box.intersect(low, box.stop)) if half is not None]
 
 
-class _Write(NamedTuple):
-    """A write that tensorstore has been given; staged, buffer: host memory that is free when it is done."""
+class _Chunk(NamedTuple):
+    """A chunk to write: index in the grid of its array, and the box of a tensor that holds it."""
 
     what: str
-    future: Any
+    index: tuple[int, ...]
+    box: Box
+    source: _Tensor
+
+
+class _Tensor:
+    """A tensor of which boxes are written."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x = x.detach()
+        self.on_host = _is_plain(x)
+
+    def part(self, box: Box) -> np.ndarray:
+        """The bits of a box, in any strides: the tensor's own memory, or a copy on the host."""
+        found = self._view(box)
+        return raw(found) if self.on_host else raw(found.resolve_conj().resolve_neg().cpu().contiguous())
+
+    def _view(self, box: Box) -> torch.Tensor:
+        if not self.x.is_contiguous() and box.strides != row_major_strides(self.x.shape):
+            self.x = self.x.contiguous()  # boxes of other dims than it has
+        if self.x.is_contiguous():
+            return box.view(self.x)
+        at, rest = [], box.offset  # the strides of the box are those that it would have if it were contiguous
+        for stride, n in zip(box.strides, box.shape, strict=True):
+            start, rest = divmod(rest, stride)
+            at.append(slice(start, start + n))
+        return self.x[tuple(at)]
+
+
+class _Write(NamedTuple):
+    """A write that tensorstore has been given; staged, buffers: host memory that is free when it is done."""
+
+    what: str
+    futures: list[Any]
     nbytes: int
     staged: int
-    buffer: np.ndarray | None
+    buffers: Sequence[np.ndarray]
 
 
 class _Writer:
@@ -156,6 +196,7 @@ class _Writer:
         self.pending: deque[_Write] = deque()
         self.ahead = self.staged = self.buffered = 0  # bytes in `pending`
         self.free: list[np.ndarray] = []
+        self.arrays: dict[str, ZarrArray] = {}
 
     def __enter__(self) -> _Writer:
         return self
@@ -166,35 +207,50 @@ class _Writer:
                 self._wait_for_oldest()
         finally:
             for write in self.pending:  # the hidden directory is about to be removed
-                write.future.exception()
+                for future in write.futures:
+                    future.exception()
 
-    def grid(self, leaf: LeafPlan, chunks: Chunks, x: torch.Tensor) -> None:
-        """Write these chunks of a leaf that has an array of its own in global shape."""
-        array = grid_array(leaf)
-        self.part.chunks[array.name] = [int(np.ravel_multi_index(index, array.grid)) for index, _ in chunks]
-        table = self.part.digests[array.name] = np.zeros((len(chunks), math.prod(array.bands)), "<u8")
-        # A strided tensor is made contiguous chunk by chunk, if the boxes have the dims that it has.
-        in_place = _is_plain(x) and all(box.strides == row_major_strides(x.shape) for _, box in chunks)
-        local, staged = (torch.from_numpy(raw(x)), 0) if in_place else self.host_bits(x)
-        with _named(leaf.path):
-            stored = self.storage.array(array)
-        if 0 in self.part.chunks[array.name]:  # of several ranks that write an array, one writes the metadata
-            self._describe(leaf.path, stored)
-        for row, (index, box) in zip(table, chunks, strict=True):
-            self._chunk(leaf.path, stored, index, _part(local, box), row, staged if index == chunks[-1][0] else 0)
+    def file(self, array: Array, file: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
+        """Write a file of these chunks, which are all that are in it."""
+        what, nbytes, bands = chunks[0].what, len(chunks) * array.chunk_nbytes, math.prod(array.bands)
+        with _named(what):
+            if (stored := self.arrays.get(array.name)) is None:
+                stored = self.arrays[array.name] = self.storage.array(array)
+        numbers = [int(np.ravel_multi_index(chunk.index, array.grid)) for chunk in chunks]
+        table = np.zeros((len(chunks), bands), "<u8")
+        if 0 in numbers:  # of several ranks that write an array, one writes the metadata
+            self._describe(what, stored)
+        self._wait(nbytes)
+        views, buffers, late = [], [], []
+        for chunk, row in zip(chunks, table, strict=True):
+            view = chunk.source.part(chunk.box)
+            view = view[(*(None,) * (len(array.chunk) - view.ndim), ...)]  # in a stack
+            if view.shape == array.chunk and view.flags.c_contiguous:
+                views.append((chunk.index, view))
+                late.append((view, row))
+                continue
+            buffers.append(buffer := self._buffer(array.chunk_nbytes, nbytes))
+            data = buffer.view(view.dtype).reshape(array.chunk)
+            _digest_bands(data, array.band, row, view)
+            views.append((chunk.index, data))
+        self._give(what, stored, file, views, late, buffers=buffers)
+        self.part.wrote(array.name, numbers, table)
 
     def whole(self, array: Array, data: torch.Tensor, what: str, staged: int) -> None:
         """Write an array of one chunk."""
-        self.part.arrays[array.name], self.part.chunks[array.name] = array, [0]
-        table = self.part.digests[array.name] = np.zeros((1, math.prod(array.bands)), "<u8")
+        table = np.zeros((1, math.prod(array.bands)), "<u8")
         with _named(what):
             stored = self.storage.array(array)
         self._describe(what, stored)
-        self._chunk(what, stored, (0,), data.numpy(), table[0], staged)
+        self._wait(data.nbytes)
+        view = data.numpy()
+        self._give(what, stored, (0,), [((0,), view)], [(view, table[0])], staged=staged)
+        self.part.arrays[array.name] = array
+        self.part.wrote(array.name, [0], table)
 
     def packed(self, name: str, leaves: list[np.ndarray], size: int) -> None:
         """Write an array of `size` bytes of packed leaves."""
-        while self.pending and self.staged + size > 2 * _PACKED_BYTES:
+        while self.pending and self.staged + size > 2 * PACKED_BYTES:
             self._wait_for_oldest()
         self.staged += size
         joined, at = torch.zeros(size, dtype=torch.uint8), 0
@@ -212,35 +268,39 @@ class _Writer:
         self.staged += staged
         return torch.from_numpy(raw(host)), staged
 
-    def _chunk(
-        self, what: str, stored: ZarrArray, index: tuple[int, ...], view: np.ndarray, digests: np.ndarray, staged: int
-    ) -> None:
-        """Write a chunk of which `view` is all that is inside of the array; the rest is zeros."""
-        array, nbytes = stored.array, math.prod(stored.array.chunk) * view.itemsize
-        while self.pending and self.ahead + nbytes > _AHEAD_BYTES:
+    def _wait(self, nbytes: int) -> None:
+        """Until tensorstore may be given so much more."""
+        while self.pending and self.ahead + nbytes > max(_AHEAD_BYTES, 2 * nbytes):
             self._wait_for_oldest()
-        buffer, data = None, view
-        if view.shape != array.chunk or not view.flags.c_contiguous:
-            while self.pending and self.buffered + nbytes > _BUFFER_BYTES:
-                self._wait_for_oldest()
-            buffer = self._buffer(nbytes)
-            data = buffer.view(view.dtype).reshape(array.chunk)
-            _digest_bands(data, array.band, digests, view)
+
+    def _give(
+        self,
+        what: str,
+        stored: ZarrArray,
+        file: tuple[int, ...],
+        chunks: list[tuple[tuple[int, ...], np.ndarray]],
+        late: list[tuple[np.ndarray, np.ndarray]],
+        buffers: Sequence[np.ndarray] = (),
+        staged: int = 0,
+    ) -> None:
+        """Give a file to tensorstore; digest meanwhile what was not copied: (chunk, its digests)."""
         with _named(what):
-            chunk = stored.chunk(index)
-            bits = data.view(chunk.dtype.numpy_dtype)  # stays as it is until the write is done
-            future = chunk.write(bits, can_reference_source_data_indefinitely=stored.by_reference)
-        self._begun(_Write(what, future, nbytes, staged, buffer))
-        if buffer is None:
-            _digest_bands(view, array.band, digests)
+            futures = stored.write(file, chunks)
+        nbytes = sum(bits.nbytes for _, bits in chunks)
+        self._begun(_Write(what, futures, nbytes, staged, buffers))
+        for view, row in late:
+            _digest_bands(view, stored.array.band, row)
 
     def _describe(self, what: str, stored: ZarrArray) -> None:
         """Write the array's metadata."""
         with _named(what):
             future = stored.describe()
-        self._begun(_Write(what, future, 0, 0, None))
+        self._begun(_Write(what, [future], 0, 0, []))
 
-    def _buffer(self, nbytes: int) -> np.ndarray:
+    def _buffer(self, nbytes: int, file_nbytes: int) -> np.ndarray:
+        """Memory for a chunk of a file of so many bytes; of the file before there may be some, too."""
+        while self.pending and self.buffered + nbytes > max(_BUFFER_BYTES, 2 * file_nbytes):
+            self._wait_for_oldest()
         found = next((i for i, buffer in enumerate(self.free) if buffer.nbytes == nbytes), None)
         buffer = self.free.pop(found) if found is not None else None
         if buffer is None:
@@ -253,18 +313,18 @@ class _Writer:
         """tensorstore has been given a write."""
         self.pending.append(write)
         self.ahead += write.nbytes
-        while self.pending and (len(self.pending) > _AHEAD_WRITES or self.pending[0].future.done()):
+        while self.pending and (len(self.pending) > _AHEAD_WRITES or all(f.done() for f in self.pending[0].futures)):
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        what, future, nbytes, staged, buffer = self.pending[0]
+        what, futures, nbytes, staged, buffers = self.pending[0]
         with _named(what):
-            done(future)
+            for future in reversed(futures):  # the last is that of the file
+                done(future)
         self.pending.popleft()
         self.ahead, self.staged = self.ahead - nbytes, self.staged - staged
-        if buffer is not None:
-            self.buffered -= nbytes
-            self.free.append(buffer)
+        self.buffered -= sum(buffer.nbytes for buffer in buffers)
+        self.free += buffers
 
 
 @contextmanager
@@ -274,17 +334,6 @@ def _named(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(f"{what}: a chunk could not be written: {error}") from error
-
-
-def _part(local: torch.Tensor, box: Box) -> np.ndarray:
-    """A box of a tensor of any strides; the strides of the box are those that it would have if it were contiguous."""
-    if local.is_contiguous():
-        return box.view(local).numpy()
-    at, rest = [], box.offset
-    for stride, n in zip(box.strides, box.shape, strict=True):
-        start, rest = divmod(rest, stride)
-        at.append(slice(start, start + n))
-    return local.numpy()[tuple(at)]
 
 
 def _digest_bands(

@@ -13,7 +13,7 @@ from fmegatron.checkpoint import CheckpointError
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files import folder, keyvalue
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
-from fmegatron.checkpoint.local import saving
+from fmegatron.checkpoint.local import saving, shard
 from fmegatron.checkpoint.local.replicas import LocalReplicas
 from fmegatron.checkpoint.local.shard import open_shard, parse_name, shard_name, shard_plan
 from fmegatron.checkpoint.tools import verify
@@ -319,6 +319,7 @@ def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
         return x
 
     real = torch.empty
+    monkeypatch.setattr(shard, "_CHUNK_BYTES", 512)
     layouts = {"w": Layout((100_000,), torch.uint8, Mesh(fsdp=4), ("fsdp",))}
     cluster = Cluster(tmp_path, 4, layouts=layouts, copies=2, portion_bytes=1024)
     local = torch.zeros(25_000, dtype=torch.uint8)
