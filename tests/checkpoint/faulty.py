@@ -57,9 +57,9 @@ class FaultyArray:
         self.before("write", f"{self.array.name}/{ZARR}")
         return self.real.describe()
 
-    def write(self, file, chunks):
+    def places(self, file, indices):
         self.before("write", self.array.file_name(file))
-        return self.real.write(file, chunks)
+        return self.real.places(file, indices)
 
 
 @dataclass(frozen=True)

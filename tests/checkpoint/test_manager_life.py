@@ -271,15 +271,15 @@ def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
         return run(2, work)
 
     assert all(report.durable for report in save(1))
-    write = ZarrArray.write
+    places = ZarrArray.places
 
-    def full(self, file, chunks):
+    def full(self, file, indices):
         if self.array.name == "arrays/w" and file == (broken, 0):
             raise OSError(28, "No space left on device")
-        return write(self, file, chunks)
+        return places(self, file, indices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ZarrArray, "write", full)
+        patch.setattr(ZarrArray, "places", full)
         errors = save(2)
     assert all(isinstance(e, RuntimeError) and "No space left" in str(e) for e in errors)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"] and manager.latest() == 1

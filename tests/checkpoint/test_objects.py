@@ -25,7 +25,7 @@ from tests.checkpoint.s3_server import s3_endpoint, s3_store
 from tests.checkpoint.test_faults import layouts_on, state
 
 ONE = layouts_on(Mesh(fsdp=1, tp=1))
-PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "write")]
+PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "places")]
 
 
 @pytest.fixture(scope="module")

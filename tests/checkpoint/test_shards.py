@@ -25,6 +25,7 @@ from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.counting import counting
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import any_bits
+from tests.pairs import each_value
 
 F32 = torch.float32
 LAYOUTS = {
@@ -46,8 +47,7 @@ def opened(path, name):
     return ts.open({**spec, "fill_missing_data_reads": False}).result(), zarr.open_array(f"{path}/{name}", mode="r")
 
 
-@pytest.mark.parametrize("file", [128, 600, 1 << 20], ids=["chunks", "some", "boxes"])
-@pytest.mark.parametrize("what", LAYOUTS)
+@pytest.mark.parametrize(("what", "file"), each_value(LAYOUTS, (128, 600, 1 << 20)))
 def test_any_layout_in_any_files(tmp_path, what, file):
     layout, state = LAYOUTS[what], {"w": any_bits(LAYOUTS[what].shape, F32)}
     path = tmp_path / "a"
@@ -230,8 +230,7 @@ DAMAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["folder", "objects"])
-@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize(("what", "where"), each_value(DAMAGES, ("folder", "objects")))
 def test_damage_is_refused_with_leaf_and_place(tmp_path, what, where):
     """Two files of eight chunks of 128 bytes; the second is damaged."""
     layouts, state = {"w": Layout((64, 8), F32, Mesh(tp=2), ("tp",))}, {"w": torch.arange(512.0).view(64, 8) + 1}

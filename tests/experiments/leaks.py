@@ -27,7 +27,8 @@ WAITS = (
 
 
 def held():
-    """Descriptors, threads, live processes below this one, kilobytes in memory, objects that the collector knows."""
+    """Descriptors, threads of Python, all threads, live processes below this one, kilobytes in memory, objects that the
+    collector knows."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
     kilobytes = int(status.partition("VmRSS:")[2].split()[0])
@@ -35,7 +36,8 @@ def held():
     count = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     return {
         "fds": count[0],
-        "threads": count[1],
+        "threads": threading.active_count(),
+        "all_threads": count[1],
         "children": children,
         "kb": kilobytes,
         "objects": len(gc.get_objects()),

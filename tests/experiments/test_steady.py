@@ -1,6 +1,7 @@
 """A steady step waits for nothing, long runs do not grow, and restarts by torchrun leave nothing behind."""
 
 import json
+import os
 import re
 
 import pytest
@@ -37,7 +38,9 @@ def test_a_long_run_does_not_grow(ranks, tmp_path, size, steps):
     for seen in ranks.run(long_run, f"{tmp_path / 'run'}", size, steps, marks, 10, ranks=size):
         middle, end = (seen[mark] for mark in marks)
         assert end["fds"] <= middle["fds"] and end["children"] <= middle["children"], seen
-        assert end["threads"] <= middle["threads"] + 1, seen  # tensorstore's come and go
+        assert end["threads"] <= middle["threads"], seen
+        # tensorstore's come and go: of its pools one for each core works or has just worked, four at least.
+        assert end["all_threads"] <= middle["all_threads"] + max(4, os.cpu_count() or 1), seen
         assert end["objects"] - middle["objects"] < 60, seen
         assert end["kb"] - middle["kb"] < (700 if steps >= 2000 else 4000), seen  # few steps: buffers of threads
 

@@ -112,9 +112,10 @@ def answers(rank):
         for name, strip in STRIPPED.items():
             jitted = step.jit(describe(MESH, False).function, donate=0, world=world, backend="eager")
             found[name] = _called(jitted, rank, strip)
+        dp = Axes(MESH)["dp"]
         forgets = step.jit(lambda p, b: {"loss": (b["x"] @ p["a"]).mean()}, world=world, backend="eager")
         right = step.jit(
-            lambda p, b: {"loss": psum((b["x"] @ p["a"]).mean(), Axes(MESH)["dp"]) / 2}, world=world, backend="eager"
+            lambda p, b: {"loss": psum((b["x"] @ p["a"]).mean(), dp) / dp.size}, world=world, backend="eager"
         )
         for name, evaluation in (("forgets", forgets), ("sums", right)):
             found["evaluation", name] = _evaluated(evaluation, rank)

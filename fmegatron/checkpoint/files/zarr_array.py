@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import tensorstore as ts
 
 from fmegatron.checkpoint.files.format import ZARR, Array, zarr_json, zarr_metadata
@@ -45,29 +44,21 @@ class ZarrArray:
         """Whether writes need no copy of the memory they are given: in memory:// it would be what is stored."""
         return self.values.spec["driver"] != "memory"
 
-    def write(self, file: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], np.ndarray]]) -> list[ts.Future]:
-        """Write a file of all its chunks: (index in the grid, contiguous elements as bits, in the chunk's shape).
+    def places(
+        self, file: tuple[int, ...], indices: Sequence[tuple[int, ...]]
+    ) -> tuple[list[ts.TensorStore], ts.Transaction | None]:
+        """(where the chunks of a file are written, by their indices in the grid, the transaction that writes the file).
 
-        They stay as they are until all futures are done. One that is dropped before that takes its write with it.
+        All chunks of the file. The transaction is committed when they are in it; without one, each would be a file
+        read, and written again. None: a chunk is a file.
         """
         found = math.prod(map(len, self.array.file_chunks(file)))
-        assert len(chunks) == found, f"{self.array.file_name(file)}: {len(chunks)} of {found} chunks"
-        # Without a transaction each chunk of a shard would be a file read, and written again.
+        assert len(indices) == found, f"{self.array.file_name(file)}: {len(indices)} of {found} chunks"
         transaction = ts.Transaction() if self.array.shard else None
         store = self._store if transaction is None else self._store.with_transaction(transaction)
-        futures = []
-        for index, bits in chunks:
-            part = self._part(store, index, bits).write(
-                bits.view(store.dtype.numpy_dtype), can_reference_source_data_indefinitely=self.by_reference
-            )
-            futures.append(part)
-        if transaction is not None:
-            for part in futures:
-                done(part.copy)  # now it is in the transaction
-            futures.append(transaction.commit_async())
-        return futures
+        return [self._part(store, index) for index in indices], transaction
 
-    def _part(self, store: ts.TensorStore, index: tuple[int, ...], bits: np.ndarray) -> ts.TensorStore:
-        if not bits.size or all(n == 1 for n in self.array.grid):
+    def _part(self, store: ts.TensorStore, index: tuple[int, ...]) -> ts.TensorStore:
+        if math.prod(self.array.grid) <= 1:
             return store
         return store[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, self.array.chunk, strict=True))]

@@ -283,9 +283,22 @@ class _Writer:
         buffers: Sequence[np.ndarray] = (),
         staged: int = 0,
     ) -> None:
-        """Give a file to tensorstore; digest meanwhile what was not copied: (chunk, its digests)."""
+        """Give a file of all its chunks to tensorstore: (index in the grid, contiguous elements as bits, in the chunk's
+        shape); digest meanwhile what was not copied: (chunk, its digests).
+
+        Chunks stay as they are until all futures are done. One that is dropped before takes its write with it.
+        """
+        futures: list[Any] = []
+        lasting = stored.by_reference
         with _named(what):
-            futures = stored.write(file, chunks)
+            places, transaction = stored.places(file, [index for index, _ in chunks])
+            for place, (_, bits) in zip(places, chunks, strict=True):
+                given = bits.view(place.dtype.numpy_dtype)
+                futures.append(place.write(given, can_reference_source_data_indefinitely=lasting))
+            if transaction is not None:
+                for future in futures:
+                    done(future.copy)  # now it is in the transaction
+                futures.append(transaction.commit_async())
         nbytes = sum(bits.nbytes for _, bits in chunks)
         self._begun(_Write(what, futures, nbytes, staged, buffers))
         for view, row in late:

@@ -7,6 +7,7 @@ nothing is claimed. An op that writes gives all arrays that share the written me
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -51,11 +52,11 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     """The Values that a graph returns. A value is dropped after its last use: many live objects would make Python's
     garbage collector go through all memory of the process."""
     kinds.require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
-    values, arguments, uses = scope.values, iter(arguments), Counter()
+    values, arguments = scope.values, iter(arguments)
     _mark_live(scope, graph)
-    for node in graph.nodes:
-        uses.update(node.all_input_nodes)
-    for node in graph.nodes:
+    inputs = {node: node.all_input_nodes for node in graph.nodes}
+    uses = Counter(itertools.chain.from_iterable(inputs.values()))
+    for node, sources in inputs.items():
         if node.op == "output":
             # An op of several results, taken apart, may have none somewhere: the gradient of an absent weight.
             return [None if source is None else values[source] for source in items_of(node.args[0])]
@@ -73,7 +74,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             scope.order[node] = len(scope.order)
             values[node] = _after(scope, node)
             _write(scope, node)
-        for source in node.all_input_nodes:
+        for source in sources:
             uses[source] -= 1
             if not uses[source]:
                 del values[source]
@@ -108,7 +109,7 @@ def _still_owed(scope: Scope, node: Node, found: Any) -> Any:
     owed: dict[str, str] = {}
     for source in node.all_input_nodes:
         value = scope.values.get(source)
-        for axis, one in value.portion.items() if isinstance(value, Value) else ():
+        for axis, one in value.portion.items() if isinstance(value, Value) and value.portion else ():
             if one in ("owed", "mixed"):
                 owed[axis] = "mixed" if axis in owed else one
     if not owed or kinds.collective_of(node.target) or op_name(node).rstrip("_") in _SCALE_FREE:
