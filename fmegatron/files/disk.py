@@ -29,7 +29,7 @@ TRANSIENT = frozenset(
 # What a file's content or kind is the cause of: missing, no directory, a link, a pipe, a wrong size. (Errors of devices
 # are not among them: EIO may be a bad sector, and is more often a server that is away, as ENXIO and ENODEV are a disk
 # that went. A socket or device node in the place of a file has these two as well: see `open_safely`.)
-_DAMAGE = ABSENT | {errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG}
+DAMAGE = ABSENT | {errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG}
 _NO_DEVICE = frozenset({errno.ENXIO, errno.ENODEV})
 _SAFE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 PAUSES_S = (0.05, 0.2, 0.75)  # between the tries
@@ -60,7 +60,7 @@ def check_damage(error: OSError, where: str) -> None:
 
     No permission, a server that is away, too many open files: what is behind may be good. Returns for damage.
     """
-    if error.errno is not None and error.errno not in _DAMAGE:
+    if error.errno is not None and error.errno not in DAMAGE:
         text = f"{error.strerror}; whether it is good cannot be told; mend that, or restore another step by its number"
         raise OSError(error.errno, text, where) from error
 

@@ -13,7 +13,7 @@ from fmegatron.files.owners import owner
 
 BESIDE = ".new-"  # a file before it takes its name: ".new-OWNER-HEX", so that what a dead process left is known as that
 # What a file system answers that cannot sync a directory: its names are as durable as it makes them.
-_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 def new_beside(directory: str | os.PathLike) -> str:
@@ -78,11 +78,18 @@ def sync_directory(path: str | os.PathLike) -> None:
 
     On a file system that cannot sync directories they are as durable as it makes them.
     """
+    can_sync(path)
+
+
+def can_sync(path: str | os.PathLike) -> bool:
+    """`sync_directory`; whether this file system can."""
     fd = os.open(path or os.curdir, os.O_RDONLY)
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
+        return False
     finally:
         os.close(fd)
+    return True

@@ -6,10 +6,10 @@ then the newest complete step must restore bit for bit, the next save must work,
 one JSON object per trial.
 """
 
+import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -20,7 +20,7 @@ import warnings
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint import fake_world
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, small_sizes
@@ -54,7 +54,7 @@ def manager(directory, kind, world):
     return checkpoint.Manager(directory, keep=1 if kind == "retention" else None, world=world)
 
 
-def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=None):
+def save(directory, kind, step, version, ranks, kill=None, watch=None):
     """A function of a rank that saves; `kill`: (rank, call, all ranks?) to be killed before that call."""
     local = cut_tree(state(version), layouts_on(ranks))
 
@@ -62,8 +62,6 @@ def save(directory, kind, step, version, ranks, exchange=True, kill=None, watch=
         calls.done, calls.watch = 0, watch
         if kill is not None and kill[0] == world.rank:
             calls.kill_at, calls.group = kill[1:]
-        if not exchange:
-            commit._exchange = lambda a, b: False  # this process ends soon
         try:
             with manager(directory, kind, world) as of, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is set aside is said
@@ -89,25 +87,21 @@ def newest(directory):
 
 def phase(directory, step):
     """Where version 2 of a step is on its way, by what lies on the disk."""
-    path = os.path.join(directory, f"step_{step:08d}")
-    try:
-        with open(os.path.join(path, "manifest.json")) as f:
-            there = json.load(f)["metadata"]["version"]
-    except OSError:
-        there = None
-    names = [name for name in os.listdir(directory) if re.fullmatch(r"\.step_.*\.(tmp|old|gone)-.*", name)]
-    hidden = [os.path.join(directory, name) for name in names]
-    complete = any(os.path.exists(os.path.join(at, "COMPLETE")) for at in hidden)
-    if there == 2:
-        return "done" if not hidden else "published" if complete else "deletion"
-    if any(".old-" in at for at in hidden):
-        return "renaming"
-    if complete:
-        return "marked"
-    if any(os.path.exists(os.path.join(at, "manifest.json")) for at in hidden):
-        return "metadata"
-    chunks = any(name.startswith("c") for at in hidden for _, _, names in os.walk(at) for name in names)
-    return "chunks" if chunks else "before"
+    place = open_store(os.path.join(directory, f"step_{step:08d}"))
+    names, versions = place.inside(), {}
+    for name in names:
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(place.text, name, "manifest.json")) as f:
+            versions[name] = json.load(f)["metadata"]["version"]
+    new = [name for name, version in versions.items() if version == 2]
+    if (root := (place.pointer() or {}).get("root")) in new:
+        drafts = [name for name in names if name.startswith(".COMPLETE-")]
+        return "renaming" if drafts else "done" if names == sorted(["COMPLETE", root]) else "published"
+    if new:
+        marked = os.path.exists(os.path.join(place.text, new[0], "COMPLETE"))
+        return "marked" if marked else "metadata"
+    drafts = [name.removeprefix(".COMPLETE-") for name in names if name.startswith(".COMPLETE-")]
+    chunks = any(n.startswith("c") for t in drafts for _, _, all_ in os.walk(f"{place.text}/{t}") for n in all_)
+    return "chunks" if chunks else "deletion" if any(n.startswith(".GONE-") for n in names) else "before"
 
 
 def here(size, function):
@@ -131,12 +125,12 @@ def prepare(directory, kind):
         here(2, save(directory, "save", ABANDONED, ABANDONED, 2))
 
 
-def calibrate(directory, kind, ranks, exchange):
+def calibrate(directory, kind, ranks):
     """([{phase: numbers of the calls that a rank makes in it}], seconds) of a save that nobody kills."""
     step = 1 if kind == "again" else 2
     prepare(directory, kind)
     start = time.monotonic()
-    run(ranks, save(directory, kind, step, 2, ranks, exchange))
+    run(ranks, save(directory, kind, step, 2, ranks))
     seconds = time.monotonic() - start
     shutil.rmtree(directory)
     prepare(directory, kind)
@@ -149,7 +143,6 @@ def calibrate(directory, kind, ranks, exchange):
             step,
             2,
             ranks,
-            exchange,
             watch=lambda: seen.setdefault(phase(directory, step), []).append(calls.done),
         )(world, calls)
         return seen
@@ -167,8 +160,8 @@ def trial(directory, rng, calibration, wanted, everyone):
     options = [
         (key, victim) for key, (calls, _) in calibration.items() for victim in range(key[1]) if wanted in calls[victim]
     ]
-    (kind, ranks, exchange), victim = rng.choice(options)
-    calls, seconds = calibration[kind, ranks, exchange]
+    (kind, ranks), victim = rng.choice(options)
+    calls, seconds = calibration[kind, ranks]
     kill = None
     if timed := rng.random() < 0.3:
         delay = rng.random() * seconds
@@ -176,7 +169,7 @@ def trial(directory, rng, calibration, wanted, everyone):
         kill = (victim, rng.choice(calls[victim][wanted]), everyone)
     step = 1 if kind == "again" else 2
     prepare(directory, kind)
-    pids, pipes = launch(ranks, save(directory, kind, step, 2, ranks, exchange, kill))
+    pids, pipes = launch(ranks, save(directory, kind, step, 2, ranks, kill))
     if timed:
         time.sleep(delay)
         for pid in pids if everyone else [pids[victim]]:
@@ -192,12 +185,17 @@ def trial(directory, rng, calibration, wanted, everyone):
     assert here(ranks, save(directory, kind, 3, 3, ranks)) == [None] * ranks
     (after,) = here(1, newest(directory))
     assert after == {"step": 3, "version": 3}, after
-    left = [name for name in os.listdir(directory) if name.startswith(".")]
-    asides = [name for name in left if f"step_{ABANDONED:08d}.aside-" in name]
-    known = [name for name in left if kind == "rewind" and ".aside-" in name]  # perhaps step 2, too
-    assert left == known and len(asides) == (kind == "rewind"), os.listdir(directory)
+    assert not [name for name in os.listdir(directory) if name.startswith(".")], os.listdir(directory)
+    places = [open_store(directory).child(name) for name in open_store(directory).children() if name != "latest"]
+    for place in places:  # the checkpoint, what was set aside, and nothing else
+        left = place.leftovers()
+        assert all(one.kind == "aside" for one in left) and (not left or kind == "rewind"), place.inside()
+        assert len(place.inside()) == 2 * (place.is_complete() + len(left)), place.inside()
+    abandoned = open_store(directory).child(f"step_{ABANDONED:08d}")
+    asides = abandoned.inside("ASIDE-")
+    assert len(asides) == (kind == "rewind"), abandoned.inside()
     for name in asides:  # nothing is lost: it can be had back
-        os.rename(os.path.join(directory, name), os.path.join(directory, f"step_{ABANDONED:08d}"))
+        os.rename(f"{abandoned.text}/{name}", f"{abandoned.text}/COMPLETE")
         (back,) = here(1, newest(directory))
         assert back == {"step": ABANDONED, "version": ABANDONED}, back
     lost = sum(got is None for got in results)
@@ -209,11 +207,9 @@ def main(directory, trials, seed):
     rng = random.Random(seed)
     with small_sizes(chunk=4096, band=1024):
         if trials < FEW:  # every kind once, on other numbers of ranks with another seed
-            kinds = [(kind, (1, 2, 4)[(i + seed) % 3], True) for i, kind in enumerate(KINDS)]
-            kinds.append(("again", 1 + seed % 2, False))
+            kinds = [(kind, (1, 2, 4)[(i + seed) % 3]) for i, kind in enumerate(KINDS)]
         else:
-            kinds = [(kind, ranks, True) for kind in KINDS for ranks in (1, 2, 4)]
-            kinds += [("again", 1, False), ("again", 2, False)]
+            kinds = [(kind, ranks) for kind in KINDS for ranks in (1, 2, 4)]
         calibration = {key: calibrate(os.path.join(directory, "calibrate"), *key) for key in kinds}
         met = {phase for calls, _ in calibration.values() for seen in calls for phase in seen}
         order = [phase for phase in PHASES if phase in met] + ["chunks"] * 2  # written fast, and so are missed

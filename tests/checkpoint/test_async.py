@@ -10,8 +10,10 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint.background.arena import BOARD_BYTES
 from fmegatron.checkpoint.background.staging import groups, portions, stage
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint import fake_world
+from tests.checkpoint.tokens import files_of
 
 MESH = Mesh()
 MIB = 1 << 20
@@ -55,7 +57,9 @@ def go(saver):
 
 
 def files(root):
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(files_of(root))): p.read_bytes() for p in sorted(files_of(root).rglob("*")) if p.is_file()
+    }
 
 
 @pytest.mark.long
@@ -106,7 +110,7 @@ def test_several_in_flight_end_in_order(tmp_path):
     with checkpoint.AsyncSaver(arena_bytes=64 * MIB, in_flight=3) as saver:
         stopped(saver)
         handles = [checkpoint.save_async(tmp_path / str(i), states[i], LAYOUTS, saver=saver) for i in range(3)]
-        assert saver.pending == tuple(handles) and os.listdir(tmp_path).count("0") == 0
+        assert saver.pending == tuple(handles) and not open_store(tmp_path / "0").is_complete()
         go(saver)
         handles.append(checkpoint.save_async(tmp_path / "3", states[3], LAYOUTS, saver=saver))  # waits for the oldest
         assert handles[0].state == "durable" and len(saver.pending) <= 3

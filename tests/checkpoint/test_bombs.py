@@ -12,12 +12,12 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.manifest import marker_to_json
 from fmegatron.checkpoint.tools import diff, verify
 from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.test_malice import BYTES, sign, watched
+from tests.checkpoint.tokens import files_of
 from tests.pairs import few
 from tests.work import counted
 
@@ -217,7 +217,7 @@ def sparse(at, size):
 @pytest.mark.parametrize("size", [1 << 40, 1 << 31], ids=["TiB", "2GiB"])
 def test_huge_files(saved, file, size):
     """Holes cost nothing on the disk: their size must not become memory, or time; `verify`, too, does not read them."""
-    sparse(saved / file, size)
+    sparse(files_of(saved) / file, size)
     with counted() as work, pytest.raises(CheckpointError):
         checkpoint.restore(saved, ONE)
     with counted() as more:
@@ -235,10 +235,10 @@ def test_a_digests_file_for_what_is_not_there(saved, chunks):
     for path, digest in ((saved, "0" * 16), (at, "1" * 16)):
         array = array_row(shape=[n], chunk=[1 << 22], band=[1 << 18], digest=digest)
         sign(path, manifest({"w": leaf_row(shape=[n])}, {"arrays/w": array}, digest_count=n >> 18).encode())
-        sparse(path / "digests.bin", 8 * (n >> 18))
+        sparse(files_of(path) / "digests.bin", 8 * (n >> 18))
         if chunks == "short":
-            (path / "arrays/w").mkdir()
-            (path / "arrays/w/c.0").write_bytes(bytes(1 << 10))
+            (files_of(path) / "arrays/w").mkdir()
+            (files_of(path) / "arrays/w/c.0").write_bytes(bytes(1 << 10))
     with counted() as work, pytest.raises(CheckpointError, match="w: .*arrays/w/c.0"):
         diff(open_source(saved), open_source(at))
     with counted() as more:
@@ -250,10 +250,9 @@ def test_a_digests_file_for_what_is_not_there(saved, chunks):
 
 def test_a_huge_manifest_with_its_marker(saved):
     """The marker says that it has a TiB: more than any manifest has."""
-    data = (saved / "manifest.json").read_bytes()
-    sparse(saved / "manifest.json", 1 << 40)
-    marker = json.loads(marker_to_json(data))
-    (saved / "COMPLETE").write_text(json.dumps({**marker, "manifest_bytes": 1 << 40}))
+    sparse(files_of(saved) / "manifest.json", 1 << 40)
+    for at in (files_of(saved) / "COMPLETE", saved / "COMPLETE"):
+        at.write_text(json.dumps({**json.loads(at.read_text()), "manifest_bytes": 1 << 40}))
     with counted() as work, pytest.raises(CheckpointError, match="manifest"):
         checkpoint.restore(saved, ONE)
     assert work.read < MiB and work.memory < BYTES, work

@@ -23,6 +23,7 @@ from fmegatron.checkpoint.tools import verify
 from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
+from tests.checkpoint.tokens import files_of
 from tests.pairs import few, mixed
 from tests.sampling import seeds
 from tests.work import Work, counted
@@ -60,6 +61,14 @@ def _tiny():
 def read_files(path):
     names = (os.path.join(folder, name) for folder, _, found in os.walk(path) for name in found)
     return {os.path.relpath(name, path): open_bytes(name) for name in sorted(names)}
+
+
+POINTER = "../COMPLETE"
+
+
+def read_save(path):
+    """The files of the save at a path, and the pointer that names it."""
+    return {**read_files(files_of(path)), POINTER: open_bytes(os.path.join(path, "COMPLETE"))}
 
 
 def open_bytes(name):
@@ -152,7 +161,7 @@ class Changes:
         return {name: json.dumps(value).encode()}
 
     def extra_file(self):
-        folder = os.path.dirname(self._any())
+        folder = os.path.dirname(self._any(lambda name: name != POINTER))
         return {os.path.join(folder, self.rng.choice(("c.9.9", "notes.txt", "part.3.json"))): b"something"}
 
 
@@ -200,15 +209,15 @@ def readers(path):
 
 def damage(path, other, seed, times):
     """Change `path` again and again; how often was each kind found by each reader. Raises on a silent one."""
-    files, found, read = read_files(path), collections.Counter(), itertools.cycle(readers(path))
-    changes = Changes(random.Random(seed), files, read_files(other))
+    at, files, found = files_of(path), read_save(path), collections.Counter()
+    changes, read = Changes(random.Random(seed), files, read_save(other)), itertools.cycle(readers(path))
     target, whole = layouts_on(MESHES["1 rank"]), state(0)
     while found.total() < times:
         kind = KINDS[found.total() % len(KINDS)]
         change = {n: data for n, data in getattr(changes, kind)().items() if data != files.get(n, b"")}
         if not change:
             continue
-        put(path, change)
+        put(at, change)
         try:
             with counted() if kind == "extended_by_a_hole" else contextlib.nullcontext(Work()) as work:
                 assert_same_bits(next(read)(), whole, (kind, list(change)))
@@ -220,7 +229,7 @@ def damage(path, other, seed, times):
             assert any(names_it(str(d), change) for d in damages), f"{kind} of {list(change)} was found by nobody"
             found[kind, "verify"] += 1
         assert work.read < 1 << 20 and work.memory < 200 << 20, (change, work)
-        put(path, {name: files.get(name) for name in change})
+        put(at, {name: files.get(name) for name in change})
     assert_same_bits(checkpoint.restore(path, target), whole)
     assert not verify(path).damages
     return found
@@ -261,13 +270,13 @@ def test_every_byte_that_is_read_is_checked(tmp_path, ranks):
     """A flip in each band of each chunk file: restore finds it unless the band is padding, and then verify does."""
     mesh = MESHES[ranks]
     assert save_all(tmp_path / "a", state(0), layouts_on(mesh)) == [None] * mesh.size
-    files, padding = read_files(tmp_path / "a"), []
+    files, padding = read_files(files_of(tmp_path / "a")), []
     ends = {a.file_name(f): a.index_span(f)[0] for a in open_source(tmp_path / "a").manifest.arrays.values()
             for f in itertools.product(*map(range, a.file_grid))}  # fmt: skip
     target = layouts_on(MESHES["1 rank"])
     for name, data in files.items():
         for at in range(0, len(data), 32) if "/c." in name else ():
-            put(tmp_path / "a", {name: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]})
+            put(files_of(tmp_path / "a"), {name: data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]})
             try:
                 assert_same_bits(checkpoint.restore(tmp_path / "a", target), state(0))
                 assert any(name in str(d) for d in verify(tmp_path / "a").damages)
@@ -275,7 +284,7 @@ def test_every_byte_that_is_read_is_checked(tmp_path, ranks):
                 assert at < ends[name], "an index that restore did not read"
             except CheckpointError as error:
                 assert name in str(error)
-            put(tmp_path / "a", {name: data})
+            put(files_of(tmp_path / "a"), {name: data})
     assert all(not any(rest) for _, _, rest in padding), "a band that restore did not read holds more than zeros"
 
 
@@ -283,7 +292,7 @@ def test_parts_of_the_tree(tmp_path):
     """A restore of some leaves finds damage in those, and is not hindered by damage in others."""
     mesh = MESHES["4 ranks"]
     assert save_all(tmp_path / "a", state(0), layouts_on(mesh)) == [None] * 4
-    put(tmp_path / "a", {"arrays/norm/c.0": bytes(64)})
+    put(files_of(tmp_path / "a"), {"arrays/norm/c.0": bytes(64)})
     target = layouts_on(MESHES["1 rank"])
     with pytest.raises(CheckpointError, match=r"norm: its chunk file .*arrays/norm/c\.0 is damaged"):
         checkpoint.restore(tmp_path / "a", {"norm": target["norm"]}, strict="subset")

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint.files import commit, folder
+from fmegatron.checkpoint.files import folder
+from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.report import Report
 from fmegatron.layout import Layout, Mesh
@@ -101,8 +103,16 @@ def assert_told(got, faults, error):
 def assert_intact(path, seed, others=("other",)):
     """The checkpoint is as it was, so are the others, and nothing half-made lies about."""
     assert sorted(os.listdir(path.parent)) == sorted(["a", *others])
+    for name in ("a", *others):
+        place = FolderStore(str(path.parent / name))
+        assert place.inside() == sorted(["COMPLETE", place.pointer()["root"]])
     assert_holds(path, seed)
     assert_holds(path.parent / "other", 0)
+
+
+def drafts(path):
+    """The directories of the saves that are under way there."""
+    return [path / draft.name.removeprefix(".COMPLETE-") for draft in path.glob(".COMPLETE-*")]
 
 
 def moments(operation, path):
@@ -152,7 +162,7 @@ def test_a_directory_that_cannot_be_changed(saved, monkeypatch, call, error):
             return real(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(commit.os, call, failing)
+            patch.setattr(os, call, failing)
             return save_all(new, state(2), layouts_on())
 
     assert save(0) == [None] * 4
@@ -179,9 +189,8 @@ def test_the_directory_vanishes(saved):
     """Somebody removes what is being written, at every write: never a checkpoint with holes that counts as saved."""
 
     def remove_drafts():
-        for name in os.listdir(saved.parent):
-            if name.startswith(".a.tmp-"):
-                shutil.rmtree(saved.parent / name, ignore_errors=True)
+        for draft in drafts(saved):
+            shutil.rmtree(draft, ignore_errors=True)
 
     for rank in (0, 2):
         count = moments("write", saved)[rank]
@@ -198,7 +207,7 @@ def test_one_file_vanishes(saved):
     """A chunk that was written is not there when the save is completed: that is no success."""
 
     def remove_chunk():
-        for draft in saved.parent.glob(".a.tmp-*"):
+        for draft in drafts(saved):
             (draft / "arrays/w/c.1.0").unlink()
 
     faults = Faults("sync", 0, 1, act=remove_chunk)
@@ -294,7 +303,9 @@ def test_a_full_and_a_read_only_disk(tmp_path):
             assert all(isinstance(got, Report) for got in save(step))
         got = save(3)
         assert all(isinstance(e, RuntimeError) and "No space left on device" in str(e) for e in got), got
-        assert "w: a chunk could not be written" in str(got[0]) or "/.step_00000003.tmp-" in str(got[0])
+        assert "w: a chunk could not be written" in str(got[0]) or re.search(
+            "/step_00000003/[0-9a-f]{12}/", str(got[0])
+        )
         assert sorted(os.listdir(run_dir)) == ["latest", "step_00000001", "step_00000002"]
         read_only(True)
         got = save(3)
@@ -310,19 +321,18 @@ def test_a_full_and_a_read_only_disk(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
-def test_a_name_that_was_taken_away_comes_back(tmp_path, monkeypatch, kind):
-    """Between the two renames of a save that goes wrong the name is missing: what was there has it again at once."""
-    layouts, rename = {"w": Layout((3,), torch.float32, Mesh())}, os.rename
+def test_a_pointer_that_cannot_be_moved_leaves_what_was_there(tmp_path, monkeypatch, kind):
+    layouts, move = {"w": Layout((3,), torch.float32, Mesh())}, FolderStore.move
     checkpoint.save(tmp_path / "a", {"w": torch.zeros(3)}, layouts)
+    place = FolderStore(str(tmp_path / "a"))
 
-    def fails(source, target):
-        if ".tmp-" in source:
+    def fails(self, name, to):
+        if to == "COMPLETE":
             raise kind("not this one")
-        rename(source, target)
+        move(self, name, to)
 
-    monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
-    monkeypatch.setattr(commit.os, "rename", fails)
+    monkeypatch.setattr(FolderStore, "move", fails)
     with pytest.raises((RuntimeError, kind), match="not this one"):
         checkpoint.save(tmp_path / "a", {"w": torch.ones(3)}, layouts)
-    assert os.listdir(tmp_path) == ["a"]
+    assert os.listdir(tmp_path) == ["a"] and place.inside() == sorted(["COMPLETE", place.pointer()["root"]])
     assert torch.equal(checkpoint.restore(tmp_path / "a", layouts)["w"], torch.zeros(3))

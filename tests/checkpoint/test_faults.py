@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files import format, manifest
+from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.writing import saving
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.faulty import FaultyStorage, full_after
+from tests.checkpoint.tokens import files_of, reseal
 
 MESH = Mesh(fsdp=2, tp=2)
 FLAT_0 = "pieces/flat/0"
@@ -53,7 +55,7 @@ def _tiny():
 @pytest.fixture
 def saved(tmp_path):
     assert save_all(tmp_path / "a", state(), layouts_on(), metadata={"loss": 1.5}) == [None] * 4
-    return tmp_path / "a"
+    return files_of(tmp_path / "a")
 
 
 def data_files(path):
@@ -69,8 +71,8 @@ def change(path, at, new):
 
 
 def test_the_undamaged_one_is_whole(saved):
-    assert_same_bits(read_all(saved), state())
-    assert checkpoint.metadata(saved) == {"loss": 1.5}
+    assert_same_bits(read_all(saved.parent), state())
+    assert checkpoint.metadata(saved.parent) == {"loss": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_damaged_chunks_are_named(saved, file, leaf, damage):
         elif damage == "pipe":
             os.mkfifo(at)
     with pytest.raises(CheckpointError, match=f"{leaf}: its chunk file {at} .*; restore another step"):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def test_exchanged_chunks(saved):
@@ -108,14 +110,14 @@ def test_exchanged_chunks(saved):
     a.write_bytes(b.read_bytes())
     b.write_bytes(bytes_a)
     with pytest.raises(CheckpointError, match="w: .*damaged"):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def test_a_linked_directory(saved):
     shutil.move(saved / "arrays/w", saved.parent / "w")
     (saved / "arrays/w").symlink_to(saved.parent / "w")
     with pytest.raises(CheckpointError, match="w: .*outside"):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def test_random_flips(saved):
@@ -131,21 +133,21 @@ def test_random_flips(saved):
             f.seek(at)
             f.write(bytes([good[at] ^ bit]))
         try:
-            assert_same_bits(read_all(saved), state())
+            assert_same_bits(read_all(saved.parent), state())
             assert "packed" in name and at >= 8
         except CheckpointError:
             detected += 1
         with open(name, "wb") as f:
             f.write(good)
     assert detected > 180
-    assert_same_bits(read_all(saved), state())
+    assert_same_bits(read_all(saved.parent), state())
 
 
 @pytest.mark.parametrize("name", ["COMPLETE", "manifest.json", "digests.bin"])
 def test_missing_metadata(saved, name):
     (saved / name).unlink()
     with pytest.raises(CheckpointError, match=name):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def resign(path, **changes):
@@ -153,9 +155,7 @@ def resign(path, **changes):
     value = json.loads((path / "manifest.json").read_text())
     for key, edit in changes.items():
         value[key] = edit(value[key])
-    data = json.dumps(value).encode()
-    (path / "manifest.json").write_bytes(data)
-    (path / "COMPLETE").write_bytes(manifest.marker_to_json(data))
+    reseal(path, json.dumps(value).encode())
 
 
 def edited(name, **changes):
@@ -195,26 +195,26 @@ def edited(name, **changes):
 def test_nothing_in_the_manifest_is_trusted(saved, changes):
     resign(saved, **changes)
     with pytest.raises(CheckpointError):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def test_stored_layouts_are_checked(saved):
     resign(saved, leaves=edited("w", layout={"mesh": 7, "spec": [], "flat": []}))
     with pytest.raises(CheckpointError, match="w: its stored layout"):
-        checkpoint.layouts(saved)
+        checkpoint.layouts(saved.parent)
 
 
 def test_other_formats_and_versions(saved):
     (saved / "COMPLETE").write_text(json.dumps({"format": "fmegatron.checkpoint", "version": 99}))
     with pytest.raises(CheckpointError, match="version 99"):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def test_json_bombs(saved):
     for text in ("[" * 100_000, '{"a":1,"a":2}', "{}", "nonsense", ""):
         (saved / "COMPLETE").write_text(text)
         with pytest.raises(CheckpointError):
-            read_all(saved)
+            read_all(saved.parent)
 
 
 # ---- a save that fails
@@ -255,7 +255,7 @@ def test_a_file_system_that_refuses(tmp_path):
 
     def in_the_way(store):
         folder = begin(store)
-        (tmp_path / os.path.basename(folder.root) / "arrays/w/c.0.0/x").mkdir(parents=True)
+        (Path(folder.root) / "arrays/w/c.0.0/x").mkdir(parents=True)
         return folder
 
     begin = FolderStore.begin
@@ -315,10 +315,10 @@ def test_digests_that_were_changed_together_with_their_chunk(saved):
     with pytest.raises(
         CheckpointError, match=r"b: the digests of arrays/b in .*digests.bin were altered after the save"
     ):
-        read_all(saved)
+        read_all(saved.parent)
 
 
 def test_a_changed_marker_is_the_file_that_is_named(saved):
     change(saved / "COMPLETE", (saved / "COMPLETE").read_bytes().index(b"manifest_bytes"), b"M")
     with pytest.raises(CheckpointError, match="COMPLETE: got no manifest_bytes.*restore another step"):
-        read_all(saved)
+        read_all(saved.parent)

@@ -17,6 +17,7 @@ from fmegatron.checkpoint.tools.gc import collect
 from fmegatron.checkpoint.tools.ls import listing
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.checkpoint.test_manager import ONE, TWO, spoil, state
+from tests.checkpoint.tokens import files_of, plain
 
 
 def filled(directory, said, **options):
@@ -40,7 +41,7 @@ def test_what_a_save_says_is_stored(tmp_path, saver, finite):
         manager.save(2, state(2), ONE, finite=finite, wait=False)
     assert [checkpoint.describe(manager.path(step)).finite for step in (1, 2)] == [finite] * 2
     checkpoint.save(tmp_path / "a", state(1), ONE, finite=finite)
-    assert json.loads((tmp_path / "a/manifest.json").read_text())["finite"] is finite
+    assert json.loads((files_of(tmp_path / "a") / "manifest.json").read_text())["finite"] is finite
     checkpoint.save_async(tmp_path / "b", state(1), ONE, finite=finite, saver=saver).result()
     assert checkpoint.describe(tmp_path / "b").finite is finite
 
@@ -137,7 +138,7 @@ def test_a_damaged_manifest_is_not_good(tmp_path):
         real = manager._both[0].check
 
         def damaged(step):
-            (tmp_path / "step_00000002" / "manifest.json").write_text("{}")
+            (files_of(tmp_path / "step_00000002") / "manifest.json").write_text("{}")
             real(step)
 
         manager._both[0].check = damaged
@@ -269,7 +270,7 @@ def test_old_checkpoints_did_not_say(tmp_path):
     """They restore, count as good, and are kept and listed as ever."""
     filled(tmp_path, [False, False])
     for step in (1, 2):
-        as_147eaa7(tmp_path / f"step_0000000{step}")
+        as_147eaa7(plain(tmp_path / f"step_0000000{step}"))
     assert checkpoint.describe(tmp_path / "step_00000001").finite is None
     assert Manager(tmp_path).restore_latest(ONE)[0] == 2
     with Manager(tmp_path, keep=1) as manager:
@@ -281,6 +282,7 @@ def test_old_checkpoints_did_not_say(tmp_path):
 @pytest.mark.parametrize("value", ["1", "0", '"true"', "[]", "{}", "0.0"])
 def test_another_value_in_a_manifest_is_damage(tmp_path, value):
     checkpoint.save(tmp_path / "a", state(1), ONE)
+    plain(tmp_path / "a")
     data = (tmp_path / "a/manifest.json").read_bytes().replace(b' "finite": null', f' "finite": {value}'.encode())
     (tmp_path / "a/manifest.json").write_bytes(data)
     (tmp_path / "a/COMPLETE").write_bytes(manifests.marker_to_json(data))

@@ -18,6 +18,7 @@ from fmegatron.checkpoint.tools import verify
 from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.interop.dcp_read import dcp_objects
 from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.tokens import plain
 from tests.interop.torch_layout import whole, write, write_megatron
 
 LAYOUTS = {"w": Layout((8, 16), torch.float32, Mesh()), "n": Layout((), torch.int64, Mesh())}
@@ -67,6 +68,7 @@ def commands_say(path, *words):
 def database(tmp_path):
     """What the library wrote with ocdbt=True: marker, manifest and digests beside a database that holds the arrays."""
     checkpoint.save(tmp_path / "plain", STATE, LAYOUTS, metadata={"a": 1}, step=7)
+    plain(tmp_path / "plain")
     at = tmp_path / "steps/step_00000007"
     shutil.copytree(tmp_path / "plain", at)
     kv = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{at}/"}).result()

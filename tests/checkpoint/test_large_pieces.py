@@ -14,6 +14,7 @@ from fmegatron.checkpoint.tools.verification import verify
 from fmegatron.checkpoint.writing import plan, write
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
+from tests.checkpoint.tokens import files_of
 
 MESH = Mesh(dp=2, tp=3)
 LAYOUTS = {
@@ -69,7 +70,7 @@ def test_saved_and_restored(tmp_path):
 
 def test_a_damage_is_found_and_named(tmp_path):
     save_all(tmp_path / "step", full(), LAYOUTS)
-    file = tmp_path / "step/pieces/range/0.1/c.0"
+    file = files_of(tmp_path / "step") / "pieces/range/0.1/c.0"
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     with pytest.raises(checkpoint.CheckpointError, match=r"range: its chunk file .*pieces/range/0\.1/c\.0 is damaged"):
         checkpoint.restore(tmp_path / "step")

@@ -249,11 +249,28 @@ def test_a_reader_of_another_node_protects_while_it_renews_its_note(tmp_path, cl
         assert note.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"time": "now"}', "[" * 100_000, "\0\xff"])
-def test_a_note_that_is_none_of_ours_protects_nothing(tmp_path, text):
+def test_a_note_without_a_holder_protects_nothing(tmp_path):
     save(tmp_path, 1)
-    (tmp_path / ".step_00000001.reading-0123456789ab").write_text(text)
+    (tmp_path / ".step_00000001.reading-0123456789ab").write_text("{}")
     assert save(tmp_path, 2).steps() == [2]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"time": "now"}', "[" * 100_000, "\0\xff"])
+def test_a_note_that_cannot_be_parsed_is_watched(tmp_path, text):
+    """Where a rename is a copy it was read in the middle of one: it counts until it was not renewed for as long as any
+    other of another node, and then it protects nothing, and goes."""
+    note, now = tmp_path / ".step_00000001.reading-0123456789ab", [0.0]
+    save(tmp_path, 1)
+    note.write_text(text)
+    with Manager(tmp_path, keep=1) as manager:
+        manager._both[0].watch = leases.Watch(lambda: now[0])
+        for step in range(2, 12):
+            if step == 5:  # somebody renews it
+                note.write_text(text + " ")
+            manager.save(step, state(step), LAYOUTS)
+            now[0] += 60.0
+            assert manager.steps() == ([1, step] if step < 10 else [step])
+    assert not note.exists()
 
 
 def test_a_reader_renews_its_note(tmp_path, monkeypatch):

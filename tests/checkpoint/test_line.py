@@ -21,6 +21,7 @@ from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.checkpoint.test_manager import ONE, TWO, spoil, state
+from tests.checkpoint.tokens import files_of, plain
 
 
 def filled(directory, *steps, **options):
@@ -354,29 +355,37 @@ def test_two_asides_of_one_step(tmp_path):
                 manager.save(200, state(value), ONE)
     left = [x for x in listing(tmp_path).leftovers if x.kind == "aside"]
     values = sorted(float(checkpoint.restore(x.path, ONE)["w"][0, 0]) for x in left)
-    assert values == [7.0, 200.0] and all(re.fullmatch(r"\.step_00000200\.aside-[0-9a-f]{12}", x.name) for x in left)
+    assert values == [7.0, 200.0] and all(re.fullmatch(r"step_00000200/[0-9a-f]{12}", x.name) for x in left)
     assert_same_bits(Manager(tmp_path).restore_latest(ONE)[1], state(8))
 
 
-def test_a_copied_checkpoint_in_a_bucket_is_not_set_aside(tmp_path):
-    """It has no token of its own: said in words, and nothing is changed."""
+def test_a_copied_checkpoint_in_a_bucket_is_set_aside(tmp_path):
+    """It has no token of its own, and takes none: what says that it is aside does, and its objects stay."""
     store = open_store("memory://runs/copied", {})
-    checkpoint.save(tmp_path / "a", {"x": torch.ones(3)}, {"x": Layout((3,), torch.float32, Mesh())})
-    place = store.child("step_00000005")
-    for path in (p for p in (tmp_path / "a").rglob("*") if p.is_file()):
-        place.values.write(str(path.relative_to(tmp_path / "a")), [path.read_bytes()])
+    checkpoint.save(tmp_path / "a", {"x": torch.ones(3)}, {"x": Layout((3,), torch.float32, Mesh())}, step=5)
+    place, files = store.child("step_00000005"), plain(tmp_path / "a")
+    for path in (p for p in files.rglob("*") if p.is_file()):
+        place.values.write(str(path.relative_to(files)), [path.read_bytes()])
     store.values.write(".checkpoints/step_00000005", [b""])
+    names = place.values.names()
     manager = Manager(store)
     manager.rewind(1)
-    with pytest.raises(ValueError, match="got a copy that other means made here"):
+    with pytest.warns(RuntimeWarning, match="steps 5 were set aside: memory://runs/copied/step_00000005"):
         manager.save(3, state(3), ONE)
-    assert manager.steps() == [5]
+    assert manager.steps() == [3]
+    assert place.values.names() == sorted([*(n for n in names if n != "COMPLETE"), "ASIDE-plain"])
+    (left,) = place.leftovers()
+    assert (left.kind, left.token) == ("aside", "plain")
+    place.move("ASIDE-plain", "COMPLETE")
+    assert manager.steps() == [3, 5] and torch.equal(manager.restore(5)[0]["x"], torch.ones(3))
 
 
 def test_a_step_by_its_number_goes_past_what_cannot_be_seen(tmp_path, monkeypatch):
     """And a save after that, when all can be seen again, asks what is to be done with what is newer."""
     manager = filled(tmp_path, 1, 2)
-    for real, hidden in ((os.listdir, tmp_path), (os.stat, tmp_path / "step_00000002/COMPLETE")):
+    newest = tmp_path / "step_00000002"
+    hide = ((os.listdir, tmp_path), (os.open, newest / "COMPLETE"), (os.stat, files_of(newest) / "COMPLETE"))
+    for real, hidden in hide:
 
         def refuse(path, *args, real=real, hidden=hidden, **kwargs):
             if path == str(hidden):

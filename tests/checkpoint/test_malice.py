@@ -13,10 +13,10 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files.manifest import marker_to_json
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, save_all, small_sizes
 from tests.checkpoint.nasty import mutated
+from tests.checkpoint.tokens import files_of, reseal
 from tests.sampling import seeds
 from tests.work import Work, counted
 
@@ -55,9 +55,8 @@ def saved(tmp_path):
 
 
 def sign(path, data):
-    """Put a manifest there, and the marker that fits: its author is the attacker."""
-    (path / "manifest.json").write_bytes(data)
-    (path / "COMPLETE").write_bytes(marker_to_json(data))
+    """Put a manifest into the checkpoint there, with all that fits: its author is the attacker."""
+    reseal(files_of(path), data)
 
 
 @contextlib.contextmanager
@@ -130,7 +129,7 @@ def restored(path, target, fill):
 )
 def test_a_box_may_not_reach_one_element_past_the_stored_bytes(saved, change, good):
     """Rank 0 stored 18 of 5 x 7 elements: two rows, and four of the third."""
-    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest = json.loads((files_of(saved) / "manifest.json").read_text())
     (piece, _) = manifest["leaves"]["flat"]["pieces"]
     assert [box[1:] for box in piece["boxes"]] == [[[2, 7], 0, [7, 1]], [[1, 4], 14, [7, 1]]]
     change(piece["boxes"])
@@ -165,7 +164,7 @@ def attack(path):
 
 def fuzz(path, seed, times):
     """Mutations of the manifest; the most work that one of them was, and the outcomes."""
-    rng, good = random.Random(seed), json.loads((path / "manifest.json").read_text())
+    rng, good = random.Random(seed), json.loads((files_of(path) / "manifest.json").read_text())
     assert attack(path) == "restored"
     worst, outcomes = Work(), {"error": 0, "restored": 0}
     with watched(path):
@@ -207,7 +206,7 @@ def test_10_000_mutated_manifests(saved):
 @pytest.mark.parametrize("file", ["COMPLETE", "manifest.json", "digests.bin", "arrays/block/w/c.0.0", "packed/0/c.0"])
 def test_what_is_no_file(saved, file, kind):
     """Links are not followed even to the right bytes; nobody waits for a pipe."""
-    at = saved / file
+    at = files_of(saved) / file
     shutil.move(at, saved.parent / "real")
     {
         "link": lambda: at.symlink_to(saved.parent / "real"),
@@ -222,8 +221,8 @@ def test_what_is_no_file(saved, file, kind):
 
 @pytest.mark.parametrize("folder", ["arrays", "arrays/block", "arrays/block/w", "packed/0", "pieces"])
 def test_linked_directories(saved, folder):
-    shutil.move(saved / folder, saved.parent / "moved")
-    (saved / folder).symlink_to(saved.parent / "moved")
+    shutil.move(files_of(saved) / folder, saved.parent / "moved")
+    (files_of(saved) / folder).symlink_to(saved.parent / "moved")
     with watched(saved), pytest.raises(CheckpointError, match="outside of the checkpoint"):
         checkpoint.restore(saved, ONE)
 
@@ -231,7 +230,7 @@ def test_linked_directories(saved, folder):
 @pytest.mark.parametrize("name", ["../canary", "/etc/passwd", "arrays/../../../canary", "arrays/./w", "a\\b", "\ud800"])
 def test_names_that_lead_outside(saved, name):
     """In the place of every array's name."""
-    good = (saved / "manifest.json").read_text()
+    good = (files_of(saved) / "manifest.json").read_text()
     for array in json.loads(good)["arrays"]:
         sign(saved, good.replace(json.dumps(array), json.dumps(name)).encode())
         with watched(saved), pytest.raises(CheckpointError, match="not the name of a directory inside"):
@@ -240,7 +239,7 @@ def test_names_that_lead_outside(saved, name):
 
 def test_gaps_and_overlaps(saved):
     """Pieces that count up to the right number of elements but cover some twice would leave others as they were."""
-    good = json.loads((saved / "manifest.json").read_text())
+    good = json.loads((files_of(saved) / "manifest.json").read_text())
     rows = good["leaves"]["flat"]["pieces"]
     box = rows[0]["boxes"][0]
     assert box[1][1] > 1 or box[1][0] > 1

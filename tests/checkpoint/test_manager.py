@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fmegatron.checkpoint import CheckpointError, Keep, Manager
-from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.checkpoint.tokens import files_of, plain
 
 ONE = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=1), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=1))}
 TWO = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=2), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=2))}
@@ -54,7 +55,8 @@ def test_newest_first(tmp_path):
 
 def test_only_complete_steps_count(tmp_path):
     manager = filled(tmp_path, 1)
-    (tmp_path / "step_00000002").mkdir()
+    (tmp_path / "step_00000002/arrays").mkdir(parents=True)
+    (tmp_path / "step_00000005").mkdir()  # as a save that has just begun
     shutil.copytree(manager.path(1), tmp_path / "step_00000003")
     (tmp_path / "step_00000003" / "COMPLETE").unlink()
     shutil.copytree(manager.path(1), tmp_path / ".step_00000004.tmp-0123456789ab")
@@ -82,14 +84,16 @@ def test_retention_keeps_the_newest(tmp_path):
 
 def test_a_failed_save_deletes_nothing(tmp_path, monkeypatch):
     manager = filled(tmp_path, 1, 2, keep=1)
-    monkeypatch.setattr(commit, "publish", lambda hidden, path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(FolderStore, "fill", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(RuntimeError, match="No space left"):
         manager.save(3, state(3), ONE)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
 def test_saving_cleans_up_after_the_dead(tmp_path):
+    """Of version 3, in hidden directories. (test_killed.py has what saves of today leave.)"""
     manager = filled(tmp_path, 1, 2)
+    plain(manager.path(1)), plain(manager.path(2))
     shutil.copytree(manager.path(1), tmp_path / ".step_00000007.tmp-0123456789ab")
     for note in (".step_00000007.saving-0123456789ab", ".step_00000002.saving-aaaaaaaaaaaa"):
         (tmp_path / note).write_text("{}")
@@ -106,7 +110,7 @@ def test_saving_cleans_up_after_the_dead(tmp_path):
 def test_damaged_steps_are_skipped_and_named(tmp_path):
     manager = filled(tmp_path, 1, 2, 3)
     spoil(manager, 3)
-    os.remove(os.path.join(manager.path(2), "manifest.json"))
+    os.remove(files_of(manager.path(2)) / "manifest.json")
     with pytest.warns(RuntimeWarning) as caught:
         step, got, _ = manager.restore_latest(ONE)
     assert step == 1

@@ -17,6 +17,7 @@ from fmegatron.checkpoint.manage.retention import Keep, with_metrics
 from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.checkpoint.tokens import files_of
 
 ONE = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=1), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=1))}
 TWO = {"w": Layout((64, 1024), torch.float32, Mesh(fsdp=2), ("fsdp",)), "step": Layout((), torch.int64, Mesh(fsdp=2))}
@@ -72,7 +73,7 @@ def test_a_temporary_checkpoint_is_the_same_checkpoint(tmp_path):
     with Manager(tmp_path) as manager:
         manager.save(3, state(3), ONE, metadata={"a": 1})
         manager.save(4, state(3), ONE, metadata={"a": 1}, temporary=True)
-    lasting, temporary = files(manager.path(3)), files(manager.path(4, temporary=True))
+    lasting, temporary = files(files_of(manager.path(3))), files(files_of(manager.path(4, temporary=True)))
     assert lasting.keys() == temporary.keys()
     differ = {name for name in lasting if lasting[name] != temporary[name]}
     assert differ == {"COMPLETE", "manifest.json"}  # the number of the step
@@ -160,7 +161,7 @@ def test_age(tmp_path):
 def test_a_step_whose_metadata_is_damaged_is_not_the_best(tmp_path):
     with Manager(tmp_path, keep=Keep(last=1, best=("loss", "min", 1))) as manager:
         manager.save(1, state(1), ONE, metrics={"loss": 1.0})
-    (tmp_path / "step_00000001" / "manifest.json").write_text("{}")
+    (files_of(tmp_path / "step_00000001") / "manifest.json").write_text("{}")
     with Manager(tmp_path, keep=manager.keep) as manager:
         manager.save(2, state(2), ONE, metrics={"loss": 5.0})
         manager.save(3, state(3), ONE, metrics={"loss": 6.0})

@@ -14,6 +14,7 @@ from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.checkpoint.tools.verification import verify
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import run
+from tests.checkpoint.tokens import files_of
 
 
 def state(step):
@@ -21,10 +22,11 @@ def state(step):
 
 
 def unsaid(path):
-    """As a checkpoint from before 2026-11-27: its marker does not repeat the step."""
-    marker = json.loads((path / "COMPLETE").read_text())
-    del marker["step"]
-    (path / "COMPLETE").write_text(json.dumps(marker))
+    """As a checkpoint from before 2026-11-27: neither pointer nor marker repeats the step."""
+    for at in (files_of(path) / "COMPLETE", path / "COMPLETE"):
+        marker = json.loads(at.read_text())
+        del marker["step"]
+        at.write_text(json.dumps(marker))
 
 
 @pytest.fixture(params=["copied", "moved"])

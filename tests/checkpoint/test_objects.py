@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager
@@ -23,6 +24,7 @@ from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_al
 from tests.checkpoint.faulty import FaultyStorage, FaultyStore, Killed, die_at, full_after, lives
 from tests.checkpoint.s3_server import s3_endpoint, s3_store
 from tests.checkpoint.test_faults import layouts_on, state
+from tests.checkpoint.tokens import files_of
 
 ONE = layouts_on(Mesh(fsdp=1, tp=1))
 PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "places")]
@@ -86,8 +88,9 @@ def test_a_token_is_a_checkpoint_by_itself(memory, tmp_path):
         (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / name).write_bytes(storage.read(name))
     checkpoint.save(tmp_path / "direct", state(), ONE)
-    for path in (p for p in (tmp_path / "direct").rglob("*") if p.is_file()):
-        assert (tmp_path / "copy" / path.relative_to(tmp_path / "direct")).read_bytes() == path.read_bytes()
+    direct = files_of(tmp_path / "direct")
+    for path in (p for p in direct.rglob("*") if p.is_file()):
+        assert (tmp_path / "copy" / path.relative_to(direct)).read_bytes() == path.read_bytes()
     shutil.rmtree(tmp_path / "direct")
     assert_same_bits(checkpoint.restore(tmp_path / "copy", ONE), state())
     other = open_store("memory://copied", {})  # and the directory, copied into a bucket by a tool that knows nothing
@@ -236,6 +239,22 @@ def test_a_server_that_refuses(endpoint):
     dead = {**quick, "endpoint": "http://127.0.0.1:9"}
     with pytest.raises(RuntimeError, match="saving the checkpoint s3://ckpt/a failed"):
         checkpoint.save(open_store("s3://ckpt/a", dead), {"x": torch.ones(3)}, layouts)
+
+
+def test_no_request_has_a_condition(endpoint, monkeypatch):
+    """A store without conditional puts is as good: of two savers one wins because each looks after its put."""
+    asked, real = [], DomainDispatcherApplication.__call__
+
+    def call(self, environ, start):
+        asked.append({key for key in environ if key.startswith("HTTP_IF_")} or environ["REQUEST_METHOD"])
+        return real(self, environ, start)
+
+    monkeypatch.setattr(DomainDispatcherApplication, "__call__", call)
+    store = s3_store(endpoint, "plain/step_00000001")
+    for version in (1, 2):
+        checkpoint.save(store, {"x": torch.full((64, 8), version)}, {"x": Layout((64, 8), torch.int64, Mesh())})
+    store.withdraw().delete()
+    assert set(asked) == {"GET", "PUT", "DELETE"}
 
 
 def test_what_is_no_checkpoint_is_not_replaced(memory):

@@ -26,6 +26,7 @@ from fmegatron.tree.structure import map_with_path
 from tests.checkpoint import states
 from tests.checkpoint.fake_world import save_all
 from tests.checkpoint.test_reshard import any_bits
+from tests.checkpoint.tokens import files_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 MESH = Mesh(fsdp=2, tp=2)
@@ -220,7 +221,7 @@ def test_which_leaves_are_arrays(tmp_path, monkeypatch):
         monkeypatch.setattr(plan, "MOST_SMALL", most)
         at = tmp_path / f"{most}"
         assert save_all(at, state, layouts) == [None] * 4
-        leaves = json.loads((at / "manifest.json").read_text())["leaves"]
+        leaves = json.loads((files_of(at) / "manifest.json").read_text())["leaves"]
         arrays = {name: leaf["array"] for name, leaf in leaves.items() if "array" in leaf}
         assert set(arrays) == set(layouts) - odd - packed
         group = zarr.open_group(at / "arrays", mode="r")

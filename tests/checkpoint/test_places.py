@@ -10,10 +10,9 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import LocalReplicas, Manager
-from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.stores import open_store
-from fmegatron.files import disk, whole
+from fmegatron.files import whole
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes
 
@@ -62,15 +61,12 @@ def mounted(at, kind):
 
 @pytest.mark.parametrize("kind", ["tmpfs", "bind"])
 @pytest.mark.parametrize("name", ["a", "with a space"])
-def test_a_mount_point(tmp_path, monkeypatch, kind, name):
-    """A container's volume, say: no rename puts a directory in its place, which showed when all was written."""
+def test_a_mount_point(tmp_path, kind, name):
+    """A container's volume, say: nothing is renamed over it, so it is a place as any other."""
     with mounted(tmp_path / name, kind):
-        with monkeypatch.context() as patch:
-            nothing_written(patch)
-            with pytest.raises(ValueError, match="got a mount point, wanted a path below one, as no rename"):
-                checkpoint.save(tmp_path / name, state(1), LAYOUTS)
-        checkpoint.save(tmp_path / name / "below", state(1), LAYOUTS)  # that is a good place
-        assert_same_bits(checkpoint.restore(tmp_path / name / "below", LAYOUTS), state(1))
+        for version in (1, 2):
+            checkpoint.save(tmp_path / name, state(version), LAYOUTS)
+            assert_same_bits(checkpoint.restore(tmp_path / name, LAYOUTS), state(version))
 
 
 # ---- names
@@ -186,93 +182,57 @@ def test_new_directories_above_are_durable(tmp_path, monkeypatch):
         assert {path.stat().st_ino for path in (tmp_path, tmp_path / "q")} <= synced
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
-def test_the_last_fsync_fails(tmp_path, monkeypatch, existing, exchange):
-    """One outcome: the save has failed, what was there is there, and nothing else."""
-    if not exchange:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+@pytest.mark.parametrize("moved", [False, True], ids=["before the pointer", "behind it"])
+def test_an_fsync_of_the_names_fails(tmp_path, monkeypatch, existing, moved):
+    """The save has failed. Before the pointer is moved there is what was there; behind it the new one, with the old
+    one's files beside, as after a power cut either may be the checkpoint. The next save leaves itself alone."""
+    at, place = str(tmp_path / "a"), FolderStore(str(tmp_path / "a"))
     if existing:
-        checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
-    real, failed = whole.sync_directory, []
+        checkpoint.save(at, state(1), LAYOUTS)
+    real, failed, old = whole.sync_directory, [], place.inside()
 
     def sync(path):
-        if path == str(tmp_path) and not failed:
+        named = place._root() if path == at else None
+        if path == at and not failed and (named is not None and named not in old) == moved:
             failed.append(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         real(path)
 
     with small_sizes(), monkeypatch.context() as patch:
         patch.setattr(whole, "sync_directory", sync)
-        with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
-            checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
-    assert failed and os.listdir(tmp_path) == (["a"] if existing else [])
-    if existing:
-        assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(1))
-    checkpoint.save(tmp_path / "a", state(3), LAYOUTS)
-    assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(3))
-    assert os.listdir(tmp_path) == ["a"]
+        with pytest.raises(RuntimeError, match=rf"Input/output error: '{at}'"):
+            checkpoint.save(at, state(2), LAYOUTS)
+    assert failed and os.listdir(tmp_path) == (["a"] if existing or moved else [])
+    if existing or moved:
+        assert_same_bits(checkpoint.restore(at, LAYOUTS), state(2 if moved else 1))
+        assert len([name for name in place.inside() if name != "COMPLETE"]) == 1 + (existing and moved)
+    checkpoint.save(at, state(3), LAYOUTS)
+    assert_same_bits(checkpoint.restore(at, LAYOUTS), state(3))
+    assert os.listdir(tmp_path) == ["a"] and len(place.inside()) == 2
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
-@pytest.mark.parametrize("moment", ["before", "during"])
-def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, monkeypatch, existing, exchange, moment):
+def test_the_last_fsync_fails_when_another_job_has_saved_there_since(tmp_path, monkeypatch, existing):
     """That save was acknowledged: the one that fails does not take it along."""
-    if not exchange:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
+    at, place = str(tmp_path / "a"), FolderStore(str(tmp_path / "a"))
     if existing:
-        checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
-    real, real_identity, left = whole.sync_directory, disk.identity, ["sync", "identity"]
-
-    def other():
-        checkpoint.save(tmp_path / "a", state(5), LAYOUTS)
+        checkpoint.save(at, state(1), LAYOUTS)
+    real, done, old = whole.sync_directory, [], place.inside()
 
     def sync(path):
-        if path == str(tmp_path) and "sync" in left:
-            left.remove("sync")
-            if moment == "before":
-                other()
+        if path == at and not done and place._root() not in (None, *old):
+            done.append(path)
+            checkpoint.save(at, state(5), LAYOUTS)
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         real(path)
 
-    def identity(at):
-        found = real_identity(at)
-        if at == str(tmp_path / "a") and "sync" not in left and "identity" in left:
-            left.remove("identity")
-            if moment == "during":
-                other()
-        return found
-
     with small_sizes(), monkeypatch.context() as patch:
         patch.setattr(whole, "sync_directory", sync)
-        patch.setattr(disk, "identity", identity)
-        with pytest.raises(RuntimeError, match=rf"Input/output error: '{tmp_path}'"):
-            checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
-    assert left == [] and os.listdir(tmp_path) == ["a"]
-    assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(5))
-
-
-def test_the_last_fsync_fails_and_the_way_back_too(tmp_path, monkeypatch):
-    """The disk refuses everything: the error says that the new one has the name; it is whole."""
-    checkpoint.save(tmp_path / "a", state(1), LAYOUTS)
-    real, calls = commit._exchange, []
-
-    def sync(path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-
-    def exchange(a, b):
-        calls.append(a)
-        return len(calls) == 1 and real(a, b)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(commit, "_exchange", exchange)
-        patch.setattr(Folder, "sync", lambda self: None)
-        real_sync = whole.sync_directory
-        patch.setattr(whole, "sync_directory", lambda path: (sync if path == str(tmp_path) else real_sync)(path))
-        with pytest.raises(RuntimeError, match="the names could not be put back .* so the new checkpoint has its name"):
-            checkpoint.save(tmp_path / "a", state(2), LAYOUTS)
-    assert_same_bits(checkpoint.restore(tmp_path / "a", LAYOUTS), state(2))
+        with pytest.raises(RuntimeError, match=rf"Input/output error: '{at}'"):
+            checkpoint.save(at, state(2), LAYOUTS)
+    assert done and os.listdir(tmp_path) == ["a"] and len(place.inside()) == 2
+    assert_same_bits(checkpoint.restore(at, LAYOUTS), state(5))
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import Manager
+from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage import manager as manager_module
 from fmegatron.checkpoint.manage import progress, walk
 from fmegatron.checkpoint.manage.report import Report, state_bytes
@@ -89,12 +90,12 @@ def test_the_block_keeps_its_errors():
 
 
 def test_what_a_save_has_written(tmp_path, monkeypatch):
-    """Counted from outside, with all ranks' files, in the hidden directory and nowhere else."""
+    """Counted from outside, with all ranks' files, of what has a draft and nothing else."""
     seen, real = [], saving.write_part
     mesh = Mesh(fsdp=2)
     layouts = {"w": Layout((64, 1024), torch.float32, mesh, ("fsdp",))}
     parts = cut_tree(STATE, layouts)
-    so_far = progress.written_below(str(tmp_path / "a"))
+    so_far = open_store(tmp_path / "a").bytes_begun
     assert so_far() == 0
 
     def watched(storage, plans, tensors, rank):

@@ -14,6 +14,7 @@ from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading import sample
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import save_all, small_sizes
+from tests.checkpoint.tokens import files_of
 
 
 def state(fill=1.0):
@@ -83,7 +84,7 @@ def test_of_any_size_and_layout(tmp_path, bands):
         sample.read_back(saved, bands)
         if bands == 10_000:  # all of them: then every byte is looked at
             for array in saved.manifest.arrays.values():
-                file = next(f for f in (tmp_path / "step" / array.name).iterdir() if f.name.startswith("c"))
+                file = next(f for f in (files_of(tmp_path / "step") / array.name).iterdir() if f.name.startswith("c"))
                 flip(file, file.stat().st_size - 1)
                 with pytest.raises(checkpoint.CheckpointError, match="is damaged"):
                     sample.read_back(saved, bands)
@@ -111,7 +112,7 @@ def test_a_step_without_elements(tmp_path):
 def test_every_file_is_looked_for(tmp_path, gone):
     """What a cleaner took from a saver that it held for dead: metadata of zarr as well, which no restore reads."""
     checkpoint.save(tmp_path / "step_00000001", state(), step=1)
-    file = tmp_path / "step_00000001" / gone
+    file = files_of(tmp_path / "step_00000001") / gone
     file.unlink()
     with pytest.raises(checkpoint.CheckpointError, match="was written and has vanished"):
         Steps(tmp_path).check(1)

@@ -14,6 +14,7 @@ from fmegatron.checkpoint.writing.part import Part, merge, one_chunk, plan_diges
 from fmegatron.checkpoint.writing.plan import chunks_to_write, grid_array, plan
 from fmegatron.files.strict_json import parse_json
 from fmegatron.layout import Layout, Mesh, Split
+from tests.checkpoint.tokens import files_of
 from tests.work import counted
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -143,8 +144,8 @@ def save_and_restore(folder, count):
         checkpoint.save(folder / f"{count}", state, layouts)
         got = checkpoint.restore(folder / f"{count}", layouts)
     assert all(int(got[layer][name][3]) == i for i, (layer, name) in enumerate(names))
-    files = [path for path in (folder / f"{count}").rglob("*") if path.is_file()]
-    return work.calls, len(files), (folder / f"{count}" / "manifest.json").stat().st_size
+    files = [path for path in files_of(folder / f"{count}").rglob("*") if path.is_file()]
+    return work.calls, len(files), (files_of(folder / f"{count}") / "manifest.json").stat().st_size
 
 
 def check_linear(folder, small, large):

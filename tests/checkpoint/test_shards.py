@@ -14,7 +14,6 @@ import zarr
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.files import manifest
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.reading import files as reading_files
 from fmegatron.checkpoint.tools import verify
@@ -25,6 +24,7 @@ from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.counting import counting
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, save_all, small_sizes
 from tests.checkpoint.test_reshard import any_bits
+from tests.checkpoint.tokens import files_of, plain, reseal
 from tests.pairs import each_value
 
 F32 = torch.float32
@@ -312,12 +312,10 @@ def test_a_manifest_that_lies_about_stacks(tmp_path, change, text):
 
 
 def rewrite(path, how):
-    """Change the manifest, and the marker to fit."""
-    value = json.loads((path / "manifest.json").read_text())
+    """Change the manifest, and marker and pointer to fit."""
+    value = json.loads((files_of(path) / "manifest.json").read_text())
     how(value)
-    data = json.dumps(value).encode()
-    (path / "manifest.json").write_bytes(data)
-    (path / "COMPLETE").write_bytes(manifest.marker_to_json(data, value["version"]))
+    reseal(files_of(path), json.dumps(value).encode(), value["version"])
 
 
 def test_version_3_is_read(tmp_path):
@@ -326,6 +324,7 @@ def test_version_3_is_read(tmp_path):
         with mock.patch.object(planning, "stacked", lambda plans: {}):
             state = apart(tmp_path / "a")
     rewrite(tmp_path / "a", lambda m: m.update(version=3))
+    plain(tmp_path / "a")
     text = (tmp_path / "a/manifest.json").read_text()
     assert '"version": 3' in text and '"shard"' not in text and '"at"' not in text
     with small_sizes():

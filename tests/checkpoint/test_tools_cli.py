@@ -12,6 +12,7 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint.__main__ import main, parser
 from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.tokens import files_of, reseal
 
 COMMANDS = ("ls", "show", "verify", "diff", "reshard", "export", "gc")
 
@@ -84,12 +85,9 @@ HOSTILE = (
 @pytest.mark.parametrize("make", range(len(HOSTILE)))
 def test_a_hostile_manifest(saved, tmp_path, make):
     """Sealed with a right marker: an error of one line or a good answer, nothing that a terminal would obey."""
-    with open(os.path.join(saved, "manifest.json")) as f:
+    with open(files_of(saved) / "manifest.json") as f:
         text = HOSTILE[make](json.load(f)).encode()
-    with open(os.path.join(saved, "manifest.json"), "wb") as f:
-        f.write(text)
-    with open(os.path.join(saved, "COMPLETE"), "wb") as f:
-        f.write(checkpoint.files.manifest.marker_to_json(text))
+    reseal(files_of(saved), text)
     for command in COMMANDS:
         status, out, err = call(*arguments(command, saved, tmp_path))
         assert status in (0, 1, 2) and "Traceback" not in err and len(err.splitlines()) <= 1, (command, err)
@@ -127,7 +125,7 @@ def change_first_byte(file):
 
 def test_a_process(saved, python):
     """As a user runs it: the status is the exit status."""
-    change_first_byte(os.path.join(saved, "digests.bin"))
+    change_first_byte(files_of(saved) / "digests.bin")
     command = [sys.executable, "-m", "fmegatron.checkpoint", "verify", saved]
     done = python.run(command, timeout=600)
     assert done.returncode == 1 and "digests.bin" in done.stdout and done.stderr == ""
@@ -137,7 +135,7 @@ def test_a_process(saved, python):
 def test_a_reader_that_goes_away(saved, damaged):
     """`verify ... | head`: no traceback, and the status is still that of what was found."""
     if damaged:
-        change_first_byte(os.path.join(saved, "digests.bin"))
+        change_first_byte(files_of(saved) / "digests.bin")
     reader, writer = os.pipe()
     os.close(reader)
     err = io.StringIO()

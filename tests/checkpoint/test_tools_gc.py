@@ -17,6 +17,7 @@ from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.tools.gc import collect
 from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.layout import Layout, Mesh
+from tests.checkpoint.tokens import files_of, plain
 
 LAYOUTS = {"x": Layout((30, 30), torch.float32, Mesh())}
 
@@ -54,7 +55,7 @@ def aged(path, seconds):
 
 def leftover(run, name, seconds, complete=False):
     """A hidden directory with the content of step 1, last changed so long ago."""
-    shutil.copytree(step_path(run, 1), run / name)
+    shutil.copytree(files_of(step_path(run, 1)), run / name)
     if not complete:
         os.remove(run / name / "COMPLETE")
     aged(run / name, seconds)
@@ -67,12 +68,12 @@ def steps(run):
 def test_ls(run):
     leftover(run, ".step_00000009.tmp-00aa", 10)
     os.remove(step_path(run, 2) / "COMPLETE")
-    (step_path(run, 3) / "manifest.json").write_text("{}")
+    (files_of(step_path(run, 3)) / "manifest.json").write_text("{}")
     found = listing(run)
     assert [c.step for c in found.checkpoints] == [1, 2, 3, 4]
     assert [c.problem is None for c in found.checkpoints] == [True, False, False, True]
     one = found.checkpoints[0]
-    files = [f for f in step_path(run, 1).rglob("*") if f.is_file()]
+    files = [f for f in files_of(step_path(run, 1)).rglob("*") if f.is_file()]
     assert one.nbytes == sum(f.stat().st_size for f in files) and one.files == len(files)
     assert one.leaves == 1 and one.metadata == {"loss": 0.1} and abs(one.changed - time.time()) < 600
     assert [(x.of, x.kind) for x in found.leftovers] == [("step_00000009", "tmp")]
@@ -124,7 +125,7 @@ def test_old_leftovers_go_and_live_saves_stay(run):
 @pytest.mark.parametrize("new", [False, True])
 def test_a_resave_killed_between_its_renames(run, new):
     """The only copy of a step lies under a hidden name: it is never removed, and gets its name back when all is old."""
-    os.rename(step_path(run, 4), run / ".step_00000004.old-0f")
+    os.rename(plain(step_path(run, 4)), run / ".step_00000004.old-0f")
     if new:  # the new one is complete, too: it was decided upon
         leftover(run, ".step_00000004.tmp-0f", 0, complete=True)
     holder = f".step_00000004.{'tmp' if new else 'old'}-0f"

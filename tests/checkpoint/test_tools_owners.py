@@ -19,6 +19,7 @@ from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.files.owners import owner
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.test_tools_gc import aged, call
+from tests.checkpoint.tokens import plain
 
 LAYOUTS = {"x": Layout((30, 30), torch.float32, Mesh())}
 TOKEN = "0123456789ab"
@@ -159,6 +160,17 @@ def test_asides_are_listed_and_go_by_the_time_they_were_set_aside(run):
     assert status == 0 and "set aside: a run went on from an older step" in out
     assert "set aside" in call("gc", run)[1] and len(listing(run).leftovers) == 1
     assert "removed" in call("gc", run, "--age", "0s")[1] and listing(run).leftovers == ()
+
+
+def test_what_was_set_aside_of_version_3_is_no_bad_checkpoint(run):
+    plain(run / "step_00000002")
+    manager = Manager(run)
+    manager.rewind(1)
+    with pytest.warns(RuntimeWarning, match="set aside"):
+        manager.save(3, {"x": torch.zeros(30, 30)}, LAYOUTS)
+    found = listing(run)
+    assert [left.kind for left in found.leftovers] == ["aside"]
+    assert [(one.step, one.problem) for one in found.checkpoints] == [(1, None), (3, None)]
 
 
 @pytest.mark.parametrize("watch", [5.0, -1.0, float("nan")])

@@ -106,5 +106,5 @@ def test_s3_by_command():
         assert call("diff", *argv[1:3], "--ignore", "layouts", *more)[0] == 0
         assert call("show", argv[1], "--stats", *more)[0] == 0
         status, _, err = call("show", "s3://ckpt/none", *more)
-        assert status == 2 and "no complete checkpoint" in err
+        assert status == 2 and "got nothing there, wanted a checkpoint" in err
     assert call("ls", "memory://x")[0] == 2 and call("ls", "s3://x/y", "--storage", "[")[0] == 2

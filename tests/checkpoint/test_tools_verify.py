@@ -16,6 +16,7 @@ from fmegatron.checkpoint.tools import verify
 from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import save_all, small_sizes
+from tests.checkpoint.tokens import files_of
 
 MESH = Mesh(fsdp=2)
 
@@ -46,7 +47,7 @@ def saved(tmp_path):
     }
     with small_sizes():
         assert save_all(tmp_path / "step_00000003", state, layouts, step=3, metadata={"note": "x"}) == [None] * 2
-        yield tmp_path / "step_00000003"
+        yield files_of(tmp_path / "step_00000003")
 
 
 def files(root):
@@ -64,12 +65,12 @@ def chunk_of(root, name):
 
 
 def test_a_good_one(saved):
-    report = verify(saved)
+    report = verify(saved.parent)
     assert report.damages == () and report.step == 3 and report.leaves == 5
     assert report.files == len(files(saved))
-    status, out, err = call("verify", saved)
+    status, out, err = call("verify", saved.parent)
     assert (status, err) == (0, "") and "good" in out
-    status, out, _ = call("verify", saved, "--json", "--jobs", 1)
+    status, out, _ = call("verify", saved.parent, "--json", "--jobs", 1)
     assert status == 0 and json.loads(out)["checkpoints"][0]["damages"] == []
 
 
@@ -84,7 +85,7 @@ def test_200_flips_of_any_bit_of_any_file(saved, tmp_path):
         before = at.read_bytes()
         where, bit = generator.randrange(len(before)), 1 << generator.randrange(8)
         at.write_bytes(before[:where] + bytes([before[where] ^ bit]) + before[where + 1 :])
-        damages = verify(saved).damages
+        damages = verify(saved.parent).damages
         assert damages, (name, where, bit)
         if name in ("COMPLETE", "manifest.json"):
             assert {d.kind for d in damages} <= {"metadata", "bytes"}
@@ -92,7 +93,7 @@ def test_200_flips_of_any_bit_of_any_file(saved, tmp_path):
             assert {d.file for d in damages} == {name}, (name, where, damages)
             assert any(d.start <= where < d.stop for d in damages), (name, where, damages)
         at.write_bytes(before)
-    assert verify(saved).damages == ()
+    assert verify(saved.parent).damages == ()
 
 
 def test_padding_is_read(saved):
@@ -106,11 +107,11 @@ def test_padding_is_read(saved):
     data = bytearray(at.read_bytes())
     data[end - 1] ^= 1
     at.write_bytes(data)
-    damage = verify(saved).damages
+    damage = verify(saved.parent).damages
     assert [(d.kind, d.file, d.leaf) for d in damage] == [("bytes", name, "padded")]
     assert damage[0].stop == end
-    layouts = checkpoint.layouts(saved)
-    checkpoint.restore(saved, {"padded": layouts["padded"]}, rank=1, strict="subset")
+    layouts = checkpoint.layouts(saved.parent)
+    checkpoint.restore(saved.parent, {"padded": layouts["padded"]}, rank=1, strict="subset")
 
 
 def test_every_kind_at_once(saved):
@@ -126,7 +127,7 @@ def test_every_kind_at_once(saved):
     (saved / "stray").mkdir()
     (saved / "stray/file").write_text("?")
     os.mkfifo(saved / "arrays/pipe")
-    damages = {(d.kind, d.file): d for d in verify(saved).damages}
+    damages = {(d.kind, d.file): d for d in verify(saved.parent).damages}
     assert set(damages) == {
         ("missing", gone),
         ("size", swapped),
@@ -140,7 +141,7 @@ def test_every_kind_at_once(saved):
     leaves = {key: d.leaf for key, d in damages.items()}
     assert leaves["missing", gone] == "deep/whole" and leaves["size", short] == "padded"
     assert leaves["kind", piece] == "flat"
-    status, out, _ = call("verify", saved)
+    status, out, _ = call("verify", saved.parent)
     assert status == 1 and all(d.file in out for d in damages.values())
 
 
@@ -149,10 +150,10 @@ def test_swapped_chunks_and_zeroed_pages(saved):
     os.rename(saved / first, saved / "x")
     os.rename(saved / second, saved / first)
     os.rename(saved / "x", saved / second)
-    assert found(saved) == {("bytes", first), ("bytes", second)}
+    assert found(saved.parent) == {("bytes", first), ("bytes", second)}
     (saved / first).write_bytes(bytes(os.path.getsize(saved / first)))
-    damages = [d for d in verify(saved).damages if d.file == first]
-    size, array = os.path.getsize(saved / first), open_source(saved).manifest.arrays["arrays/deep/whole"]
+    damages = [d for d in verify(saved.parent).damages if d.file == first]
+    size, array = os.path.getsize(saved / first), open_source(saved.parent).manifest.arrays["arrays/deep/whole"]
     end = size - 16 * math.prod(array.shard) if array.shard else size
     assert [(d.start, d.stop) for d in damages] == [(0, end), (end, size)][: 1 + (end < size)]  # neighbours are joined
 
@@ -162,21 +163,21 @@ def test_digests_cut_short(saved):
     size = os.path.getsize(saved / "digests.bin")
     with open(saved / "digests.bin", "r+b") as f:
         f.truncate(size - 8)
-    last = max(verify(saved).damages, key=lambda d: d.stop)
+    last = max(verify(saved.parent).damages, key=lambda d: d.stop)
     assert (last.kind, last.file, last.stop) == ("bytes", "digests.bin", size)
-    assert ("size", "digests.bin") in found(saved)
+    assert ("size", "digests.bin") in found(saved.parent)
     chunk = chunk_of(saved, "arrays/padded")
     os.remove(saved / chunk)
-    assert ("missing", chunk) in found(saved)
+    assert ("missing", chunk) in found(saved.parent)
 
 
 def test_no_marker_and_a_broken_manifest(saved):
     text = (saved / "manifest.json").read_bytes()
     (saved / "manifest.json").write_bytes(text[:-10])
-    assert found(saved) == {("metadata", "manifest.json")}
+    assert found(saved.parent) == {("metadata", "manifest.json")}
     os.remove(saved / "COMPLETE")
-    assert found(saved) == {("metadata", "COMPLETE")}
-    assert call("verify", saved)[0] == 1
+    assert found(saved.parent) == {("metadata", "COMPLETE")}
+    assert call("verify", saved.parent)[0] == 1
 
 
 def test_a_whole_directory(saved, tmp_path):

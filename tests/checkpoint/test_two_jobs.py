@@ -1,5 +1,6 @@
 """Two jobs in one folder: what one of them is told is saved is saved, whatever the other cleans or replaces."""
 
+import itertools
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import Manager
-from fmegatron.checkpoint.files import commit, leases, objects
+from fmegatron.checkpoint.files import leases, objects, siblings
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.notes import Notes
@@ -128,58 +129,71 @@ def test_both_save_the_same_step(place):
         assert len(keys) == 2 and store.notes().names() == [".step_00000007.saved", "latest"]
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
-@pytest.mark.parametrize("when", ["before", "between", "after"])
-def test_the_name_is_taken_or_goes_meanwhile(tmp_path, monkeypatch, exchange, when):
-    """Another saver of the same name, or its deletion, between any two steps of giving a checkpoint its name."""
-    if not exchange:
-        monkeypatch.setattr(commit, "_exchange", lambda a, b: False)
-    real, done = os.rename, []
+@pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
+@pytest.mark.parametrize("act", ["save", "delete"])
+def test_another_saves_or_deletes_between_any_two_steps(tmp_path, monkeypatch, act, existing):
+    """Of giving a checkpoint its name: `fill`, each `durable`, `move`, `sweep`. What was acknowledged is there."""
+    place = FolderStore(str(tmp_path / "a"))
 
-    def rename(source, target):
-        publishes = ".tmp-" in source and ".gone-" not in target
-        step = {"before": publishes, "between": ".old-" in target, "after": False}[when]
-        if step and not done:
-            done.append(target)
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "rename", real)
-                checkpoint.save(tmp_path / "a", state(5), ONE)
-        real(source, target)
+    def delete():
+        if os.path.lexists(place.path):
+            place.withdraw().delete()
 
-    for existing in (False, True):
-        for act in ("save", "delete"):
-            path = tmp_path / "a"
-            if existing:
-                checkpoint.save(path, state(1), ONE)
-            done.clear()
-            with monkeypatch.context() as patch:
-                if act == "save":
-                    patch.setattr(os, "rename", rename)
-                elif existing:
-                    taken = commit._take_name
-                    patch.setattr(commit, "_take_name", lambda *a: (commit.renamed_away(str(path)), taken(*a))[1])  # noqa: B023
-                checkpoint.save(path, state(2), ONE)
-            assert_same_bits(checkpoint.restore(path, ONE), state(2))
-            for name in os.listdir(tmp_path):
-                assert name == "a" or ".gone-" in name
-                FolderStore(str(tmp_path)).clean("a", (), leases.Watch())
-            assert os.listdir(tmp_path) == ["a"]
-            commit.remove(str(path))
+    for at in range(100):
+        if existing:
+            checkpoint.save(place, state(1), ONE)
+        steps, done = itertools.count(), []
+
+        def hooked(real, at=at, steps=steps, done=done):
+            def call(self, *args, **options):
+                if self == place and not done and next(steps) == at:
+                    done.append(1)
+                    checkpoint.save(place, state(5), ONE) if act == "save" else delete()
+                return real(self, *args, **options)
+
+            return call
+
+        saved = None
+        with monkeypatch.context() as patch:
+            for name in ("make", "fill", "durable", "move", "sweep"):
+                patch.setattr(FolderStore, name, hooked(getattr(FolderStore, name)))
+            try:
+                checkpoint.save(place, state(2), ONE)
+                saved = 2
+            except (OSError, RuntimeError) as error:
+                assert "was deleted by another process" in str(error) or "No such file" in str(error), error
+        if place.is_complete():
+            got = checkpoint.restore(place, ONE)
+            assert any(all(torch.equal(got[k], state(v)[k]) for k in ONE) for v in (1, 2, 5)), at
+        else:
+            assert act == "delete", at
+        assert saved or act == "delete", at
+        assert set(place.inside()) - {"COMPLETE"} == ({place._root()} if place.is_complete() else set()), at
+        delete()
+        assert os.listdir(tmp_path) == [], at
+        if not done:
+            break
+    assert at > 6
 
 
 def test_an_owner_that_was_stopped_for_long_fails_cleanly(tmp_path, monkeypatch):
     """It was taken for dead on another machine, and its files went: it is told so, and what is there stays as it is."""
     checkpoint.save(tmp_path / "step_00000007", state(1), ONE, step=7)
+    before = len([at for at in (tmp_path / "step_00000007").glob("*/**/*") if at.is_file()])
     saving = Meanwhile(FolderStore(str(tmp_path / "step_00000007")), "write", 4)
     watch, now = leases.Watch(lambda: now[0]), [0.0]
-    while len([at for at in tmp_path.glob(".*/**/*") if at.is_file() and at.suffix != ".__lock"]) < 3:
+    while (
+        len([at for at in (tmp_path / "step_00000007").glob("*/**/*") if at.is_file() and at.suffix != ".__lock"])
+        < before + 3
+    ):
         time.sleep(0.01)  # what it has given to tensorstore is written: that would make the directory again
     with monkeypatch.context() as patch:
         patch.setattr("fmegatron.files.owners._where", lambda: "elsewhere")
         store = FolderStore(str(tmp_path))
         for _ in range(10):
             store.clean(leases.STEP.pattern, (), watch)
-            assert len(os.listdir(tmp_path)) == (3 if now[0] < leases.LEASE_S else 1)
+            assert len(os.listdir(tmp_path)) == (2 if now[0] < leases.LEASE_S else 1)
+            assert len(store.child("step_00000007").inside()) == (4 if now[0] < leases.LEASE_S else 2)
             now[0] += 60.0
     saving.go.set()
     saving.thread.join()
@@ -260,7 +274,7 @@ def test_a_leftover_that_cannot_be_removed_is_said_and_in_nobodys_way(tmp_path, 
         raise PermissionError(13, "Permission denied", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "remove", refuse)
+        patch.setattr(siblings, "remove", refuse)
         with pytest.warns(RuntimeWarning, match="what killed saves left could not be removed: .*Permission denied"):
             Manager(tmp_path).save(1, state(1), ONE)
         with warnings.catch_warnings(record=True) as caught:
@@ -284,17 +298,23 @@ def test_an_object_store_with_a_live_saver_of_another_step(monkeypatch):
     assert_same_bits(Manager(store).restore(7, ONE)[0], state(7))
 
 
-@pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize("moment", ["before it", "when marked", "when seen", "after it"])
+@pytest.mark.parametrize(
+    "moment, existing",
+    [
+        *itertools.product(["before its draft is filled", "before it", "after it"], [False, True]),
+        *itertools.product(["when marked", "when seen"], [True]),
+    ],
+)
 def test_an_object_store_and_an_owner_that_was_stopped_for_long(monkeypatch, existing, moment):
-    """It goes on at this moment of another machine's clean-up: it is told that its files went, or they are there."""
+    """It goes on at this moment of another machine's clean-up: it is told that its files went, or they are there.
+
+    With nothing saved before, a draft that is filled is the checkpoint: it is not cleaned up."""
     store, now = open_store("memory://runs/x", {}), [0.0]
     place, watch = store.child("step_00000007"), leases.Watch(lambda: now[0])
     if existing:
         checkpoint.save(place, state(1), ONE, step=7)
     seen, published, cleaned = threading.Event(), threading.Event(), threading.Event()
-    real = {name: getattr(type(place), name) for name in ("_mark_gone", "_pointer")}
-    marked = []
+    real = {name: getattr(type(place), name) for name in ("_condemn", "delete")}
 
     def clean():
         for _ in range(10):
@@ -306,23 +326,25 @@ def test_an_object_store_and_an_owner_that_was_stopped_for_long(monkeypatch, exi
 
     def stop(name):
         def call(self, *args):
-            found = real[name](self, *args)
+            if name == "_condemn":
+                real[name](self, *args)
             if threading.current_thread() is cleaner:
-                marked.extend(args)
-                if marked and moment == {"_mark_gone": "when marked", "_pointer": "when seen"}[name]:
+                if moment == {"_condemn": "when marked", "delete": "when seen"}[name]:
                     seen.set()
                     assert published.wait(60)
-            return found
+            if name == "delete":
+                real[name](self, *args)
 
         return call
 
     put = KeyValues.write
 
     def write(self, name, blocks):
-        if name == "COMPLETE" and self.spec["path"].endswith("step_00000007/") and cleaner.ident is None:
+        first = name.startswith(".COMPLETE-") and blocks != [b""] if "filled" in moment else name == "COMPLETE"
+        if first and self.spec["path"].endswith("step_00000007/") and cleaner.ident is None:
             if moment != "after it":
                 cleaner.start()
-                assert (cleaned if moment == "before it" else seen).wait(60)
+                assert (cleaned if moment.startswith("before") else seen).wait(60)
             put(self, name, blocks)
             published.set()
             if moment == "after it":
@@ -337,7 +359,7 @@ def test_an_object_store_and_an_owner_that_was_stopped_for_long(monkeypatch, exi
         for name in real:
             patch.setattr(type(place), name, stop(name))
         patch.setattr(KeyValues, "write", write)
-        if moment in ("before it", "when seen"):
+        if "filled" in moment or (existing and moment in ("before it", "when seen")):
             with pytest.raises(RuntimeError, match="was deleted by another process, which took this save for dead"):
                 checkpoint.save(place, state(2), ONE, step=7)
             there = 1 if existing else None

@@ -76,7 +76,7 @@ def test_a_run_that_was_killed_is_taken_over_at_once(tmp_path, python):
     command = [sys.executable, "-m", "tests.experiments.small_run", *flags]
     process = python.popen(command, cwd=ROOT)
     try:
-        while not list(run.glob("checkpoints/step_*")):
+        while not list(run.glob("checkpoints/step_*/COMPLETE")):
             assert process.poll() is None
             time.sleep(0.02)
     finally:

@@ -1,253 +1,493 @@
-"""Atomic commit in a file system: a directory is a complete checkpoint, or it is hidden and will be removed.
+"""One commit protocol for directories and object stores: data under a token, one small file whose name is its state.
 
-.NAME.tmp-TOKEN     being written, or (after an exchange) the old checkpoint on its way out
-.NAME.old-TOKEN     the old checkpoint while the new one takes its name, where the system cannot exchange two names
-.NAME.gone-TOKEN    being deleted; what is deleted has this name first, so that half of it is not taken for something
-.NAME.aside-TOKEN   a checkpoint that a run has left behind when it went on from an older step
+    NAME/COMPLETE         the pointer: a marker with `root`, the TOKEN of the save that is the checkpoint. Without
+                          `root` (versions 1 and 3, or a token that was copied): the files are in NAME itself
+    NAME/TOKEN/...        the files of one save, its own COMPLETE among them: a checkpoint by itself
+    NAME/.COMPLETE-TOKEN  draft of the pointer: empty from `begin` on, filled just before the end
+    NAME/ASIDE-TOKEN      the pointer of a save that was set aside (ASIDE-plain: of files in NAME itself)
+    NAME/.GONE-TOKEN      the pointer, or draft, of a save that is being deleted (.GONE-plain: of files in NAME itself)
+    NAME/arrays           a link to TOKEN/arrays for people and zarr, where there are links; nothing of ours reads it
+
+Each change of state is one `move` of that file: publish .COMPLETE-T -> COMPLETE, set aside COMPLETE -> ASIDE-T,
+delete COMPLETE -> .GONE-T, clean up a dead saver .COMPLETE-T -> .GONE-T. Publisher and cleaner move the same file, so
+one wins, whoever slept. No directory is renamed, and no move has to be atomic: where the pointer is missing or torn, a
+filled draft of a complete token counts.
+
+Deleted is a token with .GONE-T, and one without such a file beside a COMPLETE that names another: it was replaced. A
+token without such a file where there is no COMPLETE is a copy under way: it is left to a person.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
-import os
+import json
 import re
-import secrets
 import threading
+import time
+import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from fmegatron.checkpoint.files.format import MARKER
-from fmegatron.files import disk, whole
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER, MARKER_VERSION, CheckpointError
+from fmegatron.checkpoint.files.keyvalue import KeyNotes
+from fmegatron.checkpoint.files.leases import (
+    STEP,
+    Holder,
+    Lease,
+    Watch,
+    alive,
+    new_token,
+    saving_note,
+    say_doubts,
+    settling,
+)
+from fmegatron.checkpoint.files.notes import Notes
+from fmegatron.checkpoint.files.slots import Files, Slots
+from fmegatron.checkpoint.files.storage import Remnant, Storage
+from fmegatron.files import disk
 
-HIDDEN = re.compile(r"\.(.+)\.(tmp|old|gone|aside)-([0-9a-f]+)")
-_TRIES = 100  # of a publication that other savers of the same name come between
-
-
-def is_complete(path: str) -> bool:
-    """Whether a directory was written to its end (its content is checked when it is read). Raises OSError."""
-    return disk.is_file(os.path.join(path, MARKER))
-
-
-def hidden_name(path: str) -> re.Match[str]:
-    """The name of a hidden directory, taken apart: [1] the checkpoint's, [2] the kind, [3] the token."""
-    found = HIDDEN.fullmatch(os.path.basename(path))
-    assert found is not None, f"{path} is the path of a hidden directory"
-    return found
-
-
-def hidden_siblings(path: str, *kinds: str) -> list[tuple[str, str]]:
-    """(path, token) of the hidden directories of these kinds that belong to the checkpoint `path`."""
-    parent, name = os.path.split(path)
-    found = ((n, HIDDEN.fullmatch(n)) for n in disk.names_in(parent))
-    return [(os.path.join(parent, n), m[3]) for n, m in found if m and m[1] == name and m[2] in kinds]
-
-
-def resolve(path: str | os.PathLike, of: Collection[str] | None = None) -> str:
-    """The directory that holds the checkpoint `path`: itself, or after a crash in `publish` the old or new one.
-
-    of: tokens of the saves that count; None: all.  Raises OSError.
-    """
-    path = os.path.realpath(os.fspath(path))
-    if not disk.is_there(path):
-        # Only such a crash leaves an "old" without the name itself. Both are complete; the new one was decided upon.
-        for old, token in hidden_siblings(path, "old"):
-            if of is not None and token not in of:
-                continue
-            new = hidden(path, "tmp", token)
-            if found := next((p for p in (new, old) if is_complete(p)), None):
-                return found
-    return path
+TOKEN = re.compile(r"[0-9a-f]{12}")
+_DRAFT = re.compile(r"\.COMPLETE-([0-9a-f]{12})")
+_ASIDE = re.compile(r"ASIDE-([0-9a-f]{12}|plain)")
+_GONE = re.compile(r"\.GONE-([0-9a-f]{12}|plain)")
+_SAVING = re.compile(r"\.(.+)\.saving-([0-9a-f]{12})")
+_PLAIN = frozenset({MANIFEST, "digests.bin", "arrays", "packed", "pieces"})  # of a checkpoint in NAME itself
+_TAKEN = "was deleted by another process, which took this save for dead; save again"
+_SETTLE_S = 10.0  # for a process that cleans to read the pointer
 
 
-def finish(path: str, of: Collection[str]) -> None:
-    """Give a checkpoint its name back that one of these re-saves had when it was killed between two renames."""
-    if not disk.is_there(path) and (found := resolve(path, of)) != path:
-        # Another process may do the same, or save this one: then one of them has the name, and both are complete.
-        with contextlib.suppress(FileNotFoundError):
-            _rename_unless_there(found, path)
-
-
-def take_back(path: str, token: str) -> None:
-    """Give the checkpoint its name back that this save has hidden; if something has the name, delete what is hidden."""
-    old = hidden(path, "old", token)
-    if disk.is_there(old) and (disk.is_there(path) or not _rename_unless_there(old, path)):
-        discard(old, path)
-
-
-def publish(hidden_path: str, path: str) -> None:
-    """Give the complete hidden directory its name, durably, and remove what had the name before.
-
-    Several may save the same name at once: each becomes the checkpoint, the last one stays. Raises OSError when the
-    name, or the last fsync, is refused: then what had the name has it again (or what another saver has given it since),
-    and the new one is hidden.
-    """
-    parent, token = os.path.dirname(path), hidden_name(hidden_path)[3]
-    undo = _take_name(hidden_path, path, token)
+def parse_pointer(data: bytes | None) -> dict[str, Any] | None:
+    """A pointer or draft: None if it is missing, {} if it is empty or torn (which `read_manifest` reports)."""
+    if data is None:
+        return None
     try:
-        whole.sync_directory(parent)
-    except OSError as error:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def root_of(pointer: dict[str, Any] | None) -> str | None:
+    """The token that a pointer names; None for that of files in NAME itself, and for none."""
+    root = (pointer or {}).get("root")
+    return root if type(root) is str and TOKEN.fullmatch(root) else None
+
+
+@dataclass(frozen=True)
+class Withdrawn:
+    """What is left of a checkpoint whose pointer is gone."""
+
+    place: Place
+
+    def names(self) -> list[str]:
+        """All files, sorted."""
+        return self.place.files("").names()
+
+    def delete(self, stop: threading.Event | None = None) -> None:
+        """Remove them, until `stop`. Killed half-way: .GONE- is there until the end, and anybody goes on."""
+        self.place.sweep(Watch(), stop=stop)
+
+
+class Place(Slots[Files]):
+    """The place of a checkpoint, or a directory of such places: a Store."""
+
+    @abstractmethod
+    def child(self, name: str) -> Place[Files]:
+        """The place `name` in this directory."""
+
+    @abstractmethod
+    def above(self) -> Place[Files]:
+        """The directory that it is in."""
+
+    @abstractmethod
+    def around(self) -> Place[Files] | None:
+        """The checkpoint among whose files it would be."""
+
+    # ---- what is there
+
+    def pointer(self) -> dict[str, Any] | None:
+        """The pointer; where it is missing or torn, a filled draft of a complete token.
+
+        That is of a save that was killed in its last move. Where a move is a copy the draft goes last, so what is left
+        in between is found here.
+        """
+        found = parse_pointer(self.content(MARKER))
+        if not found:
+            for name in self.inside(".COMPLETE-"):
+                draft = parse_pointer(self.content(name))
+                if (m := _DRAFT.fullmatch(name)) and root_of(draft) == m[1] and self._has_marker(m[1]):
+                    return draft
+        return found
+
+    def locate(self) -> Files:
+        """The files of the complete checkpoint: of the token that the pointer names, or those in NAME itself."""
         try:
-            undo()
-        except OSError as late:
-            text = f"{error.strerror}; the names could not be put back ({late}), so the new checkpoint has its name"
-            raise OSError(error.errno, text, parent) from late
-        with contextlib.suppress(OSError):
-            whole.sync_directory(parent)
-        raise OSError(error.errno, error.strerror, parent) from None
-    for left in (hidden_path, hidden(path, "old", token)):
-        with contextlib.suppress(OSError):  # the new one is the checkpoint; the next save tries again, and reports it
-            discard(left, path)
-
-
-def discard(left: str, path: str) -> None:
-    """Delete a hidden directory of the checkpoint `path`, if it is there: by another name first.
-
-    Whoever still writes there, against all signs, then fails at the next file or the last rename, and nothing that is
-    deleted bit by bit ever takes the name of a checkpoint. Raises OSError.
-    """
-    gone = left
-    if hidden_name(left)[2] != "gone" and disk.is_there(left):
-        gone = hidden(path, "gone", new_token())
-        try:
-            os.rename(left, gone)
-        except FileNotFoundError:  # its owner, or another process that cleans, was faster
-            return
-    remove(gone)
-
-
-def renamed_away(path: str, kind: str = "gone") -> str:
-    """Hide a directory that is to be deleted, or set aside, in one step; returns its new name."""
-    gone = hidden(path, kind, new_token())
-    os.rename(path, gone)
-    return gone
-
-
-def remove(path: str, stop: threading.Event | None = None) -> None:
-    """Delete a directory tree, its marker first, file by file until `stop`. Raises its first OSError, at the end."""
-    if disk.is_link(path):  # a user's link to another place: the link goes, and nothing else
-        os.remove(path)
-        return
-    failed: list[OSError] = []
-
-    def attempt(call: Callable[[str], None], at: str) -> None:
-        try:
-            call(at)
-        except FileNotFoundError:
-            pass  # another process removes it, too
+            pointer = self.pointer()
         except OSError as error:
-            failed.append(error)
-
-    attempt(os.remove, os.path.join(path, MARKER))
-    for folder, folders, files in os.walk(path, topdown=False, onerror=failed.append):
-        for name in files:
-            if stop is not None and stop.is_set():
-                return
-            attempt(os.remove, os.path.join(folder, name))
-        for name in folders:  # empty by now; or links, which are not followed
-            at = os.path.join(folder, name)
-            attempt(os.remove if os.path.islink(at) else os.rmdir, at)
-    attempt(os.rmdir, path)
-    if failed := [error for error in failed if not isinstance(error, FileNotFoundError)]:
-        raise failed[0]
-
-
-def make_directories(path: str) -> None:
-    """Make a directory and what is missing above it; a power cut does not lose them. Raises OSError."""
-    missing = []
-    while not disk.is_there(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for at in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another rank or job makes it, too
-            os.mkdir(at)
-        with contextlib.suppress(PermissionError):  # a directory that we may write into and not read
-            whole.sync_directory(os.path.dirname(at))
-
-
-def hidden(path: str, kind: str, token: str) -> str:
-    """The hidden directory of a checkpoint with this token."""
-    parent, name = os.path.split(path)
-    return os.path.join(parent, f".{name}.{kind}-{token}")
-
-
-def new_token() -> str:
-    """12 hex digits that no other save has."""
-    return secrets.token_hex(6)
-
-
-def is_mount_point(path: str) -> bool:
-    """Whether a file system begins at this directory, so that no rename can put another one in its place."""
-    if os.path.ismount(path):
-        return True
-    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as f:  # of a part of the same file system
-        escaped = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in path)
-        return any(line.split(" ")[4] == escaped for line in f)
-    return False
-
-
-def _take_name(new: str, path: str, token: str) -> Callable[[], bool]:
-    """Give `new` the name `path`, and hide what had it; returns what undoes that. Raises OSError: nothing changed."""
-    old, ours = hidden(path, "old", token), disk.identity(new)
-    for _ in range(_TRIES):
-        if not disk.is_there(path):
-            if _rename_unless_there(new, path):
-                return lambda: _hide_again(path, new, ours, os.rename)
-            continue
-        if _exchange(new, path):
-            return lambda: _hide_again(path, new, ours, _exchange_again)
-        if not disk.is_there(new):
-            raise FileNotFoundError(errno.ENOENT, "was taken away by another process before it had its name", new)
-        # Between two renames the name is missing, but `resolve` finds both: there is no moment without a complete one.
-        discard(old, path)  # of a try before
-        try:
-            os.rename(path, old)
-        except FileNotFoundError:
-            continue  # another process deletes it, or saves it
-        try:
-            if _rename_unless_there(new, path):
-                return lambda: _hide_again(path, new, ours, os.rename) and _rename_unless_there(old, path)
-        except OSError:
-            _rename_unless_there(old, path)
+            disk.check_damage(error, f"{self.text}/{MARKER}")
             raise
-    raise OSError(errno.EBUSY, "other processes save this checkpoint all the time", path)
+        if pointer is None or "root" not in pointer:
+            return self.files("", hold=True)
+        if (root := root_of(pointer)) is None or pointer.get("version") != MARKER_VERSION:
+            raise CheckpointError(
+                f"{self.text}/{MARKER}: got root {pointer['root']!r:.40} in version {pointer.get('version')!r:.20},"
+                f" wanted 12 hex digits in version {MARKER_VERSION}; restore another step"
+            )
+        return self.files(root, stated=pointer, hold=True)
 
+    def is_complete(self) -> bool:
+        """Whether the pointer names a save that is there to its end. Raises OSError if that cannot be seen."""
+        pointer = self.pointer()
+        return pointer is not None and ((root := root_of(pointer)) is None or self._has_marker(root))
 
-def _hide_again(path: str, new: str, ours: tuple[int, int], swap: Callable[[str, str], None]) -> bool:
-    """Take the name back from the checkpoint `ours`; False if another saver has given the name to its own since.
+    def stamp(self) -> tuple[float | None, str]:
+        """What differs when it was saved again, or a copy was put here."""
+        return self.saved_at(), repr(self.pointer())
 
-    That one was reported as saved: it must not be hidden with a save that failed.
-    """
-    if disk.look(lambda: disk.identity(path), None) != ours:
-        return False
-    swap(path, new)
-    if disk.identity(new) == ours:
-        return True
-    swap(new, path)  # the other one came between the look and the swap
-    return False
+    def is_meant(self) -> bool:
+        """Whether this is a checkpoint, complete, damaged or half copied, and no directory of them."""
+        if self.pointer() is not None:
+            return True
+        is_named = STEP.fullmatch(self.text.rpartition("/")[2]) is not None
+        return (is_named or self.is_there(MANIFEST)) and not self.is_begun()
 
+    def is_begun(self) -> bool:
+        """Whether all that is here is of saves that are under way, were killed, are set aside, or are being deleted.
 
-def _exchange_again(a: str, b: str) -> None:
-    if not _exchange(a, b):
-        raise OSError(errno.EIO, "could not be exchanged back", b)
-
-
-def _rename_unless_there(source: str, path: str) -> bool:
-    """Rename a directory; False if another one with something in it has the name by now, or the source is gone."""
-    try:
-        os.rename(source, path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+        What is not, and not complete, is damaged, or a copy that is not finished."""
+        if self.is_link():
             return False
-        raise
-    return True
+        names = self.inside()
+        if "ASIDE-plain" in names or ".GONE-plain" in names:
+            return MARKER not in names
+        kept = [n for n in names if not n.startswith(".") and not _ASIDE.fullmatch(n)]
+        return all(TOKEN.fullmatch(n) and self._state(n) is not None for n in kept)
+
+    def has_begun(self, token: str) -> bool:
+        """Whether a save has left more than its note, and has not come to its end."""
+        return self.is_there(f".COMPLETE-{token}")
+
+    # ---- a save
+
+    def begin(self) -> Files:
+        """A new token: note (who writes), draft (it may still win), room for files."""
+        self.prepare()
+        try:
+            watch, name = Watch(), self.text.rpartition("/")[2]
+            self.clean_old(watch)
+            doubts = self.sweep(watch)
+            _remove_notes(self.saver_notes, re.escape(name), (), watch, lambda name: self)
+            above = self.text.rpartition("/")[0]
+            fix = f"if they have died, `python -m fmegatron.checkpoint gc --watch 5m {above}` removes it"
+            say_doubts(self.text, doubts, fix)
+        except OSError as error:  # such as what belongs to another user; it is in no save's way
+            text = f"{self.text}: what killed saves have left there could not be removed: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        token = new_token()
+        lease = Lease(self.saver_notes, self._note(token), exclusive=True)
+        try:
+            self.make(token)
+        except BaseException:
+            with suppress(OSError):
+                self.drop(f".COMPLETE-{token}")
+                self.tidy()
+            lease.release()
+            raise
+        return self.files(token, lease)
+
+    def draft(self, root: str) -> Files:
+        """The files of a save that has begun."""
+        return self.files(_token(root))
+
+    def publish(self, storage: Storage, marker: bytes) -> None:
+        """Marker beside the data; then, when all names down to the token are durable, the pointer.
+
+        If the last `durable` fails, the save has failed and may still be the checkpoint: both tokens stay, either can
+        be restored. It is not taken back, as that could fail in the same way.
+        """
+        token, draft = _token(storage.root), f".COMPLETE-{_token(storage.root)}"
+        storage.write(MARKER, [marker])
+        self.durable(token)
+        before = self.content(MARKER)
+        try:
+            self.fill(draft, pointer_to(token, marker))
+            self.durable()
+            if before is None:  # else who published that one has done it
+                self.durable("..")
+            self.move(draft, MARKER)
+        except FileNotFoundError:
+            # A server that was asked twice, as its answer was lost, finds no draft the second time: then it is done.
+            if self._root() != token:
+                raise OSError(errno.ESTALE, _TAKEN, storage.text) from None
+        self.durable()
+        if self._was_taken(token):
+            self._take_back(token, before)
+            raise OSError(errno.ESTALE, _TAKEN, storage.text)
+        with suppress(OSError):  # it is the checkpoint; the next save tries again
+            self.sweep(Watch(), synced=True)
+        with suppress(OSError):
+            self.published(token)
+
+    def end(self, storage: Storage | None) -> None:
+        """Remove a save that has not become the checkpoint, and its note."""
+        if storage is None:
+            return
+        token = _token(storage.root)
+        draft = f".COMPLETE-{token}"
+        with settling(storage.lease):
+            if self._root() != token and not self.is_there(f"ASIDE-{token}"):
+                self._discard(draft if self.is_there(draft) else None, token)
+
+    # ---- deletion, setting aside
+
+    def withdraw(self) -> Withdrawn:
+        """This is no checkpoint any more: .GONE- for all that is here, filled drafts first, as one could be next.
+
+        A link of this name to another place goes, and nothing else.
+        """
+        if self.is_link():
+            self.unlink()
+            return Withdrawn(self)
+        names, root = self.inside(), None
+        with suppress(OSError):  # one that cannot be read can be given up: all that is here goes
+            root = self._root()
+        for name in names:
+            if (m := _DRAFT.fullmatch(name)) and self.content(name):
+                self._condemn(name, m[1])
+        for token in filter(TOKEN.fullmatch, names):
+            if token != root and self._state(token) is None:
+                self._condemn(None, token)
+        if MARKER in names:
+            gone = root or "plain"
+            self._condemn(MARKER, gone)
+            taken = None if root is None else root_of(parse_pointer(self.content(f".GONE-{gone}")))
+            if taken not in (None, root):  # another has saved since we looked: it is what was deleted
+                self._condemn(None, taken)
+        if any(not is_ours(n) for n in names):
+            self._condemn(None, "plain")
+        self.durable()
+        return Withdrawn(self)
+
+    def set_aside(self) -> str:
+        """The pointer takes another name, and the files stay; returns where they are."""
+        if self.is_link():
+            raise ValueError(f"{self.text}: got a link to another place, wanted what was saved here; remove the link")
+        root = root_of(self.pointer())
+        if root is None and self.content(MARKER) is None:  # half a copy, or damaged
+            lone = [name for name in self.inside() if TOKEN.fullmatch(name) and self._state(name) is None]
+            for token in [*lone, *(["plain"] if any(not is_ours(name) for name in self.inside()) else [])]:
+                self.put(f"ASIDE-{token}", b"")
+            self.durable()
+            return self.text
+        now, token = (MARKER, "plain") if root is None else (MARKER, root)
+        if root is not None and self._root() != root:
+            now = f".COMPLETE-{root}"
+        self.move(now, f"ASIDE-{token}")
+        taken = root_of(parse_pointer(self.content(f"ASIDE-{token}"))) or "plain"
+        if taken != token:  # another has saved since we looked
+            self.move(f"ASIDE-{token}", f"ASIDE-{taken}")
+        self.durable()
+        return self.files("" if taken == "plain" else taken).text
+
+    def leftovers(self) -> list[Remnant]:
+        """What is here besides the checkpoint: saves that are under way, killed, replaced, set aside, being deleted."""
+        if self.is_link():
+            return []
+        names, root = self.inside(), root_of(self.pointer())
+        states = {m[1]: kind for kind, p in _KINDS for m in map(p.fullmatch, names) if m}
+        if (now := self._root()) is not None:
+            states |= {n: "old" for n in names if TOKEN.fullmatch(n) and n not in states and n != now}
+        return [
+            Remnant(self, token, kind, self.files("" if token == "plain" else token))
+            for token, kind in sorted(states.items())
+            if token != root
+        ]
+
+    def remove(self, left: Remnant) -> None:
+        """Remove a leftover, whatever it is and whoever owns it."""
+        file = {"tmp": f".COMPLETE-{left.token}", "aside": f"ASIDE-{left.token}"}.get(left.kind)
+        self._discard(file, left.token)
+
+    # ---- a directory of them
+
+    def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
+        """Remove what dead saves and deletions left of children whose full name matches, but for those in `keep`."""
+
+        def notes() -> None:
+            _remove_notes(self.notes(), pattern, keep, watch, self.child)
+
+        names = [name for name in self.children() if re.fullmatch(pattern, name) and name not in keep]
+        failed: list[OSError] = []
+        for work in (*(partial(self.child(name).sweep, watch) for name in names), notes):
+            try:
+                work()
+            except OSError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def sweep(
+        self, watch: Watch, synced: bool = False, stop: threading.Event | None = None
+    ) -> list[tuple[str, Holder]]:
+        """Remove what can never be the checkpoint, until `stop`. Returns what belongs to savers that may live.
+
+        A token's own file is looked for first, then the pointer is read. What has no file was condemned, or published
+        before we read the pointer: if that names another, it was replaced.
+
+        synced: the names in NAME are durable. Who moved the pointer may have been killed, or refused, before that:
+        files that an older pointer names must not go while that one may come back after a power cut.
+        """
+        if self.is_link():
+            return []
+        doubts, living, names = [], set(), self.inside()
+        for name in names:
+            if not (m := _DRAFT.fullmatch(name)):
+                continue
+            saver = alive(self.saver_notes, self._note(m[1]), watch)
+            if saver is not None:
+                living.add(m[1])
+                doubts += [] if saver.sure else [(self.files(m[1]).text, saver)]
+            elif self._root() is None and root_of(self.pointer()) == m[1]:
+                # Killed in its last move: it is the checkpoint. It stays a draft until the next save: to finish the
+                # move here could put it over the pointer that another has just acknowledged.
+                living.add(m[1])
+                self.saver_notes.remove(self._note(m[1]))
+            else:
+                self._condemn(name, m[1])
+        root = self._root()
+        lone = [n for n in names if TOKEN.fullmatch(n) and n not in living and n != root and self._state(n) is None]
+        root = self._root() if lone else root
+        if root is not None and not self._stands(root):
+            root = None
+        replaced = [n for n in lone if root not in (None, n)]
+        gone = [m[1] for m in map(_GONE.fullmatch, self.inside(".GONE-")) if m]
+        plain = root is not None and not _PLAIN.isdisjoint(names) and "ASIDE-plain" not in names
+        if (gone or replaced or plain) and not synced:
+            self.durable()
+        for token in gone:
+            self._finish(token, stop)
+        for token in replaced:
+            self._remove(token, stop)
+        for name in _PLAIN.intersection(names) if plain else ():
+            self.delete(name, stop)
+        if gone or replaced or plain or not names:
+            self.tidy()
+        return doubts
+
+    # ---- one token
+
+    def _note(self, token: str) -> str:
+        return saving_note(self.text.rpartition("/")[2], token)
+
+    def _root(self) -> str | None:
+        """The token that COMPLETE names; drafts do not count."""
+        return root_of(parse_pointer(self.content(MARKER)))
+
+    def _has_marker(self, token: str) -> bool:
+        return self.is_there(f"{token}/{MARKER}")
+
+    def _stands(self, root: str) -> bool:
+        """Whether the save that the pointer names replaces others: where a move is a copy, it may have been put there
+        while a cleaner was deleting the save, and is about to be taken back."""
+        return not self.is_there(f".GONE-{root}") and self._has_marker(root)
+
+    def _state(self, token: str) -> str | None:
+        """Which file a token has, but for COMPLETE. Looked at one by one: a listing may be old."""
+        names = (f".COMPLETE-{token}", f"ASIDE-{token}", f".GONE-{token}")
+        return next((name for name in names if self.is_there(name)), None)
+
+    def _condemn(self, name: str | None, token: str) -> None:
+        """From here on the save can only be deleted, and needs no owner. name: its file now; None where it has none."""
+        with suppress(FileNotFoundError):  # another process was faster: to publish it, or to condemn it
+            if name is None:
+                self.put(f".GONE-{token}", b"")
+            else:
+                self.move(name, f".GONE-{token}")
+                if _DRAFT.fullmatch(name):
+                    self.saver_notes.remove(self._note(token))
+
+    def _discard(self, name: str | None, token: str) -> None:
+        """Condemn a save and remove its files."""
+        self._condemn(name, token)
+        if self.is_there(f".GONE-{token}"):
+            self.durable()
+            self._finish(token, None)
+        self.tidy()
+
+    def _finish(self, token: str, stop: threading.Event | None) -> None:
+        """Delete what was condemned, its .GONE- last."""
+        if token != "plain":
+            self._remove(token, stop)
+        elif self._root() is not None or self.content(MARKER) is None:
+            for name in self.inside():
+                if not is_ours(name):
+                    self.delete(name, stop)
+        if stop is None or not stop.is_set():
+            self.drop(f".GONE-{token}")
+
+    def _remove(self, token: str, stop: threading.Event | None) -> None:
+        """Remove the files of a token that no pointer names. The look is after the end of its draft."""
+        if token != self._root() and not self.is_there(f"ASIDE-{token}"):  # in this order: `set_aside` moves it
+            self.delete(token, stop)
+
+    def _was_taken(self, token: str) -> bool:
+        """Whether a process that cleans has come into the middle of our last move; waits while it makes up its mind.
+
+        It puts .GONE- and then reads the pointer, we put the pointer and then look for .GONE-: one sees the other.
+        Looked at token first, pointer second: one that was replaced by now was saved.
+        """
+        end = time.monotonic() + _SETTLE_S
+        while (gone := self.is_there(f".GONE-{token}")) and self._root() == token and time.monotonic() < end:
+            time.sleep(0.02)
+        return (gone or not self._has_marker(token)) and self._root() == token
+
+    def _take_back(self, token: str, before: bytes | None) -> None:
+        """The pointer is what it was before, unless that is gone by now, or another save has put its own.
+
+        Ours may have gone over one that another has put while we slept: to a complete save that now has no file.
+        """
+        root, markers = root_of(parse_pointer(before)), dict[str, bytes]()
+        for name in filter(TOKEN.fullmatch, self.inside()):
+            if name not in (token, root) and self._state(name) is None and (marker := self.content(f"{name}/{MARKER}")):
+                markers[name] = marker
+        there = before is not None and (self.is_there(MANIFEST) if root is None else self._has_marker(root))
+        back = pointer_to(*markers.popitem()) if markers else before if there else None
+        if self._root() == token:
+            self.put(MARKER, back) if back is not None else self.drop(MARKER)
 
 
-def _exchange(a: str, b: str) -> bool:
-    """Swap two names in one step (Linux renameat2); False where the system or the file system cannot."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    at_cwd, exchange = -100, 2
-    return call(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
+_KINDS = (("tmp", _DRAFT), ("aside", _ASIDE), ("gone", _GONE))
+
+
+def _remove_notes(
+    notes: Notes | KeyNotes,
+    pattern: str,
+    keep: Collection[str],
+    watch: Watch,
+    place: Callable[[str], Place],
+) -> None:
+    """Remove the notes of savers that died before they made a draft, or were ended after it went."""
+    for note in notes.names():
+        m = _SAVING.fullmatch(note)
+        if m and re.fullmatch(pattern, m[1]) and m[1] not in keep and not place(m[1]).has_begun(m[2]):
+            if not alive(notes, note, watch):
+                notes.remove(note)
+
+
+def pointer_to(token: str, marker: bytes) -> bytes:
+    """The pointer to a save whose own marker is this."""
+    return json.dumps({**json.loads(marker), "version": MARKER_VERSION, "root": token}).encode()
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name in NAME is one of this protocol."""
+    return name == MARKER or any(p.fullmatch(name) for p in (TOKEN, _DRAFT, _ASIDE, _GONE))
+
+
+def _token(root: str) -> str:
+    """The token of a Storage's root."""
+    return root.rpartition("/")[2]

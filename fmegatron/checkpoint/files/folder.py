@@ -1,4 +1,4 @@
-"""Checkpoints in directories of the local file system: plain files, positioned reads, one hidden directory per save."""
+"""Checkpoints in directories: plain files, positioned reads, small files that are renamed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import stat
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER, ZARR, Array
+from fmegatron.checkpoint.files import siblings, trees
+from fmegatron.checkpoint.files.commit import Place, is_ours, parse_pointer, root_of
+from fmegatron.checkpoint.files.entries import Entry, walk
+from fmegatron.checkpoint.files.format import LOCK, MANIFEST, MARKER, ZARR, Array
 from fmegatron.checkpoint.files.held import Held
 from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values, unusual
-from fmegatron.checkpoint.files.leases import LEASE_S, Holder, Lease, Watch, alive, saving_note, say_doubts, settling
+from fmegatron.checkpoint.files.leases import Lease, Watch
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.storage import Storage
+from fmegatron.checkpoint.files.probe import probe
+from fmegatron.checkpoint.files.slots import FILE_BYTES
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.files import disk, whole
 
 _FSYNCS = 8  # a disk takes many at a time
-_LEFT = re.compile(r"\.(.+)\.(?:(?:tmp|old|gone)-[0-9a-f]+|saving-[0-9a-f]{12})")
-
+_TRIES = 20  # to make a draft in a directory that others remove because it is empty
+_LINK = "arrays"
 _TAKEN = "got a path that exists and is no checkpoint, wanted a new one or a checkpoint; choose another, or remove it"
 
 
@@ -37,14 +41,14 @@ class Folder:
     """Files below the directory `root`: a Storage.
 
     held: for reading what is complete; None for what is written.  lease: that of the save that writes it, where it was
-    begun.
+    begun.  stated: the pointer that names it, where one was followed.
     """
 
     root: str
     held: Held | None = field(default=None, compare=False, repr=False)
     lease: Lease | None = field(default=None, compare=False, repr=False)
+    stated: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     writers = 4
-    stated = None  # a directory has no pointer
     stays_open = True
 
     @property
@@ -64,8 +68,12 @@ class Folder:
 
     @cached_property
     def _values(self) -> KeyValues:
-        """The same files, for tensorstore."""
-        return file_values(self.root)
+        """The same files, for tensorstore, which syncs names with files, and fails where that cannot be."""
+        return file_values(self.root, durable=self._syncs_names)
+
+    @cached_property
+    def _syncs_names(self) -> bool:
+        return whole.can_sync(self.root)
 
     def array(self, array: Array) -> ZarrArray:
         """An array to write. Its directory is made here: tensorstore would make the root, too."""
@@ -161,14 +169,25 @@ class Folder:
             below, top = disk.files_below(".", self.fd), "."
         return sorted(os.path.relpath(os.path.join(folder, f), top) for folder, _, files in below for f in files)
 
+    def entries(self) -> Iterator[Entry]:
+        """Of the directory that is held, if it is, whatever has taken its name since."""
+        return walk(self.root, self.fd)
+
+    def sync_files(self, names: Sequence[str]) -> None:
+        """tensorstore has, if it can. An fsync of another machine need not send what is in this one's memory."""
+        if not self._syncs_names:
+            with ThreadPoolExecutor(_FSYNCS) as pool:
+                list(pool.map(_sync_file, map(self.at, names)))
+
     def sync(self) -> None:
-        """Make the names in all directories durable; the files are."""
+        """Make the names in all directories durable."""
         with ThreadPoolExecutor(_FSYNCS) as pool:
             list(pool.map(whole.sync_directory, [folder for folder, _, _ in disk.files_below(self.root)]))
 
-    def delete(self) -> None:
-        """Remove the directory, its marker first."""
-        commit.remove(self.root)
+
+def _sync_file(at: str) -> None:
+    with open(at, "rb") as file:
+        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)
@@ -180,7 +199,7 @@ class _FileReader:
 
 
 @dataclass(frozen=True)
-class FolderStore:
+class FolderStore(Place[Folder]):
     """The place of a checkpoint in the file system, at an absolute path without links: a Store."""
 
     path: str
@@ -190,17 +209,172 @@ class FolderStore:
         """The path."""
         return self.path
 
-    def locate(self) -> Folder:
-        """The directory of the complete checkpoint: of this name, or after a crash in `publish` a hidden one."""
-        root = commit.resolve(self.path)
-        return Folder(root, Held(root))
+    # ---- what `Place` asks for
+
+    def content(self, name: str) -> bytes | None:
+        """Opened by its name each time: on a network file system an open is fresh, a listing need not be."""
+        at = self.at(name)
+        try:
+            return disk.read_part(lambda: disk.open_safely(at), 0, FILE_BYTES)
+        except OSError as error:
+            if error.errno in disk.ABSENT:
+                return None
+            if error.errno in disk.DAMAGE:
+                return b""
+            raise OSError(error.errno, error.strerror, at) from None
+
+    def is_there(self, name: str) -> bool:
+        """Looked at by its name."""
+        return disk.is_file(self.at(name))
+
+    def inside(self, start: str = "") -> list[str]:
+        """Names in the directory, sorted, without files that have not taken theirs."""
+
+        def look() -> list[str]:
+            with os.scandir(self.path) as entries:
+                names = [e.name for e in entries if e.name.startswith(start) and not e.is_symlink()]
+            return sorted(name for name in names if not name.startswith(whole.BESIDE))
+
+        return disk.look(look, [])
+
+    def make(self, token: str) -> None:
+        """The draft, then the directory."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        for last in (*[False] * _TRIES, True):
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(self.path)
+                os.close(os.open(self.at(f".COMPLETE-{token}"), flags, 0o666))
+                break
+            except FileNotFoundError:  # another process has removed the empty directory in between
+                if last:
+                    raise
+        os.mkdir(self.at(token))
+
+    def fill(self, name: str, data: bytes) -> None:
+        """Written to its end (a full disk may take a part), and synced."""
+        fd = os.open(self.at(name), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+            os.fsync(fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.at(name)) from None
+        finally:
+            os.close(fd)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Written beside and renamed, if there is something to write."""
+        if data:
+            whole.write_whole(self.at(name), data)
+        else:
+            os.close(os.open(self.at(name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+
+    def move(self, name: str, to: str) -> None:
+        """A rename of a file."""
+        os.rename(self.at(name), self.at(to))
+
+    def drop(self, name: str) -> None:
+        """Remove a file."""
+        with suppress(FileNotFoundError):
+            os.remove(self.at(name))
+
+    def delete(self, name: str, stop: threading.Event | None) -> None:
+        """Remove a file or directory."""
+        trees.remove(self.at(name), stop) if disk.is_directory(self.at(name)) else self.drop(name)
+
+    def durable(self, below: str = "") -> None:
+        """fsync of a directory."""
+        whole.sync_directory(os.path.normpath(self.at(below)))
+
+    def files(
+        self, token: str, lease: Lease | None = None, stated: dict[str, Any] | None = None, hold: bool = False
+    ) -> Folder:
+        """A directory in this one, or this one itself."""
+        at = self.at(token) if token else siblings.resolve(self.path) if hold else self.path
+        return Folder(at, Held(at) if hold else None, lease, stated)
+
+    def published(self, token: str) -> None:
+        """NAME/arrays leads to the arrays, as far as the file system has links."""
+        at = self.at(_LINK)
+        if disk.is_there(at) and not disk.is_link(at):
+            return  # of a checkpoint of version 3 that could not be removed
+        if disk.is_directory(self.at(f"{token}/{_LINK}")):
+            os.symlink(f"{token}/{_LINK}", self.at(f".{_LINK}-{token}"))
+            os.rename(self.at(f".{_LINK}-{token}"), at)
+        else:
+            self.drop(_LINK)
+
+    def saved_at(self) -> float | None:
+        """By the clock of the file system: when the pointer was written."""
+        found = disk.look(lambda: os.stat(self.at(MARKER)), None)
+        return None if found is None else found.st_mtime_ns / 1e9
+
+    def is_link(self) -> bool:
+        """Whether the directory is a link."""
+        return disk.is_link(self.path)
+
+    def unlink(self) -> None:
+        """Remove the link."""
+        os.remove(self.path)
+        whole.sync_directory(os.path.dirname(self.path))
+
+    def tidy(self) -> None:
+        """Remove links to arrays that are gone, and the directory if it is empty."""
+        for name in disk.names_in(self.path):
+            at = self.at(name)
+            if name == _LINK or name.startswith(f".{_LINK}-"):
+                with suppress(FileNotFoundError):  # another process removes it
+                    if disk.is_link(at) and not disk.is_there(os.path.realpath(at)):
+                        os.remove(at)
+        Notes(self.path).clean()
+        with suppress(OSError):
+            os.rmdir(self.path)
+
+    def prepare(self) -> None:
+        """Make the directory above it, durably."""
+        self._check_target()
+        trees.make_directories(os.path.dirname(self.path))
+        try:
+            can = probe(self.path)
+        except FileNotFoundError:  # there is none, or another process removes it now
+            can = probe(os.path.dirname(self.path))
+        if not can:
+            text = "got a file system that cannot sync directories, so a power cut may lose names of new checkpoints"
+            warnings.warn(f"{self.path}: {text}; their files are synced", RuntimeWarning, stacklevel=4)
+
+    def clean_old(self, watch: Watch) -> None:
+        """Hidden directories beside it."""
+        parent, name = os.path.split(self.path)
+        siblings.clean(parent, re.escape(name), (), watch)
+
+    def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
+        """What is left of children, of older versions, too."""
+        try:
+            siblings.clean(self.path, pattern, tuple(keep), watch)
+        finally:
+            super().clean(pattern, keep, watch)
 
     def is_complete(self) -> bool:
-        """Whether there is a marker. Raises OSError if that cannot be seen."""
-        return commit.is_complete(commit.resolve(self.path))
+        """Whether there is a complete save. (Of version 3 perhaps under a hidden name.)"""
+        return super().is_complete() or siblings.resolve(self.path) != self.path
+
+    def is_meant(self) -> bool:
+        """Whether this is a checkpoint. (Of version 3 perhaps under a hidden name.)"""
+        return super().is_meant() or siblings.resolve(self.path) != self.path
+
+    def has_begun(self, token: str) -> bool:
+        """Whether there is a draft; of version 3, a hidden directory."""
+        return super().has_begun(token) or siblings.has_begun(self.path, token)
+
+    # ---- the rest of a Store
+
+    def at(self, name: str) -> str:
+        """Path of a file in the directory."""
+        return os.path.join(self.path, name)
 
     def limits(self) -> tuple[int, int]:
-        """Those of the file system, for files in the hidden directory."""
+        """Those of the file system, for files of a save."""
         at = os.path.dirname(self.path)
         while not disk.is_there(at):
             at = os.path.dirname(at)
@@ -208,92 +382,54 @@ class FolderStore:
             part, longest = os.pathconf(at, "PC_NAME_MAX"), os.pathconf(at, "PC_PATH_MAX")
         except (OSError, ValueError):
             part, longest = 255, 4096
-        return part, longest - 1 - len(os.fsencode(commit.hidden(self.path, "tmp", "0" * 12))) - 1
-
-    def begin(self) -> Folder:
-        """A new hidden directory, after those of dead saves are gone. Its note is there first, so it has an owner."""
-        self._check_target()
-        commit.make_directories(os.path.dirname(self.path))
-        try:
-            doubts = self._clear(os.path.basename(self.path), Watch())
-            fix = f"if they have died, `python -m fmegatron.checkpoint gc --watch 5m {self.above().path}` removes it"
-            say_doubts(self.path, doubts, fix)
-        except OSError as error:  # such as what belongs to another user; it is in no save's way
-            text = f"{self.path}: what killed saves have left there could not be removed: {error}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
-        token = commit.new_token()
-        lease = Lease(self.above().notes(), saving_note(os.path.basename(self.path), token), exclusive=True)
-        folder = Folder(commit.hidden(self.path, "tmp", token), lease=lease)
-        try:
-            os.mkdir(folder.root)
-        except BaseException:
-            lease.release()
-            raise
-        return folder
-
-    def draft(self, root: str) -> Folder:
-        """The hidden directory `root`."""
-        return Folder(root)
-
-    def publish(self, storage: Storage, marker: bytes) -> None:
-        """Write the marker, and give the hidden directory its name."""
-        storage.write(MARKER, [marker])
-        whole.sync_directory(storage.root)
-        commit.publish(storage.root, self.path)
-
-    def end(self, storage: Storage | None) -> None:
-        """Remove the hidden directory if it is still there, and with it the note of the save."""
-        if storage is None:
-            return
-        with settling(storage.lease):
-            # Interrupted between the two renames of `publish`, the name is still missing.
-            commit.take_back(self.path, commit.hidden_name(storage.root)[3])
-            if disk.is_there(storage.root):
-                commit.remove(storage.root)
-
-    def withdraw(self) -> Folder:
-        """Hide the directory by a rename."""
-        gone = Folder(commit.renamed_away(self.path))
-        whole.sync_directory(os.path.dirname(self.path))
-        return gone
-
-    def set_aside(self) -> str:
-        """Hide the directory by a rename, to stay; returns its new path."""
-        aside = commit.renamed_away(self.path, "aside")
-        whole.sync_directory(os.path.dirname(self.path))
-        return aside
-
-    def asides(self) -> list[tuple[str, Folder]]:
-        """Directories that `set_aside` has hidden here, with the names that they had. Raises OSError."""
-        found = ((name, commit.HIDDEN.fullmatch(name)) for name in disk.names_in(self.path))
-        return [(m[1], Folder(os.path.join(self.path, name))) for name, m in found if m and m[2] == "aside"]
-
-    def delete_aside(self, storage: Storage) -> None:
-        """Remove the files of a checkpoint of this name that was set aside."""
-        commit.discard(storage.root, self.path)
+        # tensorstore opens a file beside each that it writes, with a longer name.
+        return part, longest - 1 - len(os.fsencode(self.at("0" * 12))) - 1 - len(LOCK)
 
     def child(self, name: str) -> FolderStore:
         """The place `name` in this directory."""
-        return FolderStore(os.path.join(self.path, name))
+        return FolderStore(self.at(name))
 
     def children(self) -> list[str]:
-        """Names of directories, and of such as a crash has left under a hidden name only. Raises OSError."""
+        """Names of directories, and of such as version 3 has left under a hidden name only. Raises OSError."""
         names = {re.sub(r"^\.(.+)\.old-[0-9a-f]+$", r"\1", name) for name in disk.names_in(self.path)}
         return sorted(name for name in names if not name.startswith("."))
 
-    def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
-        """Remove what dead saves and deletions left of such children; finish a re-save that was killed half-way."""
-        names = {
-            m[1] for name in disk.names_in(self.path) if (m := _LEFT.fullmatch(name)) and re.fullmatch(pattern, m[1])
-        }
-        failed: list[OSError] = []
-        for name in sorted(names.difference(keep)):
-            try:
-                self.child(name)._clear(name, watch)
-            except OSError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+    def above(self) -> FolderStore:
+        """The directory that it is in."""
+        return FolderStore(os.path.dirname(self.path))
+
+    def around(self) -> FolderStore | None:
+        """The checkpoint in whose directory it would be. What is put there goes when that one is saved again."""
+        at = FolderStore(os.path.realpath(self.path)).above()
+        while (found := parse_pointer(at.content(MARKER))) is None or not (
+            root_of(found) or disk.is_file(at.at(MANIFEST))
+        ):
+            if at == at.above():
+                return None
+            at = at.above()
+        return at
+
+    def notes(self) -> Notes:
+        """Files in the directory itself."""
+        return Notes(self.path)
+
+    @property
+    def saver_notes(self) -> Notes:
+        """Files beside it."""
+        return self.above().notes()
+
+    def bytes_begun(self) -> int:
+        """Bytes of all files of saves that are under way."""
+        tokens = (name.removeprefix(".COMPLETE-") for name in self.inside(".COMPLETE-"))
+        return sum(entry.size for token in tokens for entry in walk(self.at(token)))
+
+    def how_to_move(self, to: str) -> str:
+        """A command."""
+        return f"mv {self.path} {to}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The path."""
+        return {"path": self.path}
 
     def _check_target(self) -> None:
         """Raise ValueError for a path that no checkpoint can be put at."""
@@ -306,60 +442,10 @@ class FolderStore:
             raise ValueError(f"{self.path}: got a path inside of the checkpoint {around.path}, wanted one beside it")
         if not disk.is_there(self.path):
             return
+        if self.is_link():  # a save would be put into what it leads to
+            raise ValueError(f"{self.path}: got a link to another place, wanted a name of its own; remove the link")
         if not disk.is_directory(self.path):
             raise ValueError(f"{self.path}: {_TAKEN}")
-        if commit.is_mount_point(self.path):
-            raise ValueError(f"{self.path}: got a mount point, wanted a path below one, as no rename replaces it")
-        names = disk.names_in(self.path)
-        if names and not {MARKER, MANIFEST} & set(names):
+        names = self.inside()
+        if names and MANIFEST not in names and not any(map(is_ours, names)):
             raise ValueError(f"{self.path}: {_TAKEN}")
-
-    def _clear(self, name: str, watch: Watch) -> list[tuple[str, Holder]]:
-        """Remove what dead saves and deletions have left of this checkpoint. Raises OSError.
-
-        Returns what is left of savers that may live, and may not.
-        """
-        notes = self.above().notes()
-        left = {kind: commit.hidden_siblings(self.path, kind) for kind in ("tmp", "old", "gone")}
-        savers = [(path, token, self._saver(path, token, watch)) for path, token in left["tmp"] + left["old"]]
-        writing = {token for _, token, saver in savers if saver is not None}
-        commit.finish(self.path, {token for _, token in left["old"]} - writing)
-        for path, _ in left["gone"]:
-            commit.discard(path, self.path)
-        for path, token in left["tmp"] + left["old"]:
-            if token not in writing:
-                commit.discard(path, self.path)
-        # Last, so that no leftover is ever without an owner: also notes of such that died before they made a directory.
-        start = saving_note(name, "")
-        for note in notes.names():
-            if note.startswith(start) and note.removeprefix(start) not in writing and not alive(notes, note, watch):
-                notes.remove(note)
-        return [(path, saver) for path, _, saver in savers if saver is not None and not saver.sure]
-
-    def _saver(self, path: str, token: str, watch: Watch) -> Holder | None:
-        """Who may still save into a hidden directory. One without a note is of an older version."""
-        notes, note = self.above().notes(), saving_note(os.path.basename(self.path), token)
-        if notes.read(note) is not None:
-            return alive(notes, note, watch)
-        return Holder() if watch.quiet_s(path, disk.tree_stamp(path)) < LEASE_S else None
-
-    def above(self) -> FolderStore:
-        """The directory that it is in."""
-        return FolderStore(os.path.dirname(self.path))
-
-    def around(self) -> FolderStore | None:
-        """The checkpoint in whose directory it would be. What is put there goes when that one is saved again."""
-        at = FolderStore(os.path.realpath(self.path)).above()
-        while not (commit.is_complete(at.path) and disk.is_file(os.path.join(at.path, MANIFEST))):
-            if at == at.above():
-                return None
-            at = at.above()
-        return at
-
-    def notes(self) -> Notes:
-        """Files in the directory itself."""
-        return Notes(self.path)
-
-    def to_json(self) -> dict[str, Any]:
-        """The path."""
-        return {"path": self.path}

@@ -18,7 +18,7 @@ from fmegatron.layout import Box
 
 FORMAT, VERSION = "fmegatron.checkpoint", 4
 READABLE = (version1.VERSION, 3, VERSION)  # versions of markers and manifests
-MARKER_VERSION = 2  # of a pointer in an object store: a marker that is not of files beside it
+MARKER_VERSION = 2  # of a pointer: a marker that is not of files beside it
 MANIFEST, DIGESTS, MARKER, ZARR = "manifest.json", "digests.bin", "COMPLETE", "zarr.json"
 LOCK = ".__lock"  # the end of the name that tensorstore gives a file while it writes it
 SMALL_BYTES = 64 << 10  # leaves below this (global) are small,

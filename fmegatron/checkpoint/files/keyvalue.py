@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,9 +74,11 @@ class KeyValues:
         """Remove a value; one that is not there is none."""
         done(self.kv.write(name, None))
 
-    def names(self) -> list[str]:
-        """All keys, sorted."""
-        return sorted(key.decode() for key in done(self.kv.list()))
+    def names(self, start: str = "") -> list[str]:
+        """All keys that begin so, sorted."""
+        lo = start.encode()
+        span = ts.KvStore.KeyRange(lo, lo[:-1] + bytes([lo[-1] + 1]) if lo else b"")
+        return sorted(key.decode() for key in done(self.kv.list(span)))
 
     def delete(self) -> None:
         """Remove all values."""
@@ -150,6 +153,14 @@ class KeyNotes:
 
     def clean(self) -> None:
         """Nothing is left behind."""
+
+    def is_left(self, name: str) -> bool:
+        """Nothing is."""
+        return False
+
+    def now(self) -> float:
+        """The time; the store has no clock of its own."""
+        return time.time()
 
 
 class ShortValue(OSError):

@@ -2,16 +2,17 @@
 
     .NAME.reading-TOKEN   a process reads the checkpoint NAME; renewed while it lasts
     .NAME.leaving-TOKEN   a process is about to take it away: there while it looks for readers and renames
-    .NAME.saving-TOKEN    a process writes the hidden directory .NAME.tmp-TOKEN (or the objects NAME/TOKEN/); renewed
+    .NAME.saving-TOKEN    a process writes the save NAME/TOKEN/; renewed
     .NAME.pinned          the user wants it kept
-    .NAME.pinned-TOKEN    the same of the save .NAME.aside-TOKEN (or the objects NAME/TOKEN/): its pin went with it
+    .NAME.pinned-TOKEN    the same of the save NAME/TOKEN/ that was set aside: its pin went with it
 
 Reader and deleter first leave their note and then look for the other's, so one of the two always sees the other: who
 wants to delete gives way, who wants to read waits until the other has given way or is through. A saver leaves its note
-before it makes the directory.
+before it makes a draft.
 
 A note is void when its process is gone, which is seen at once on the same node. One of another node is void when it was
 not renewed while this process has watched it for LEASE_S by its own clock (`Watch`): no clock is compared with another.
+So is one that cannot be parsed: where a rename is a copy, it may have been read in the middle of one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import threading
 import time
 import warnings
@@ -28,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fmegatron.checkpoint.files.commit import new_token
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.collectives import interrupt
 from fmegatron.files import owners
@@ -43,6 +44,11 @@ BEAT_S = 30.0  # who holds a lease renews its note
 _YIELD_S = 10.0  # the longest that a reader waits for a process that is about to delete (a look and a rename)
 NOBODYS = b"{}"  # a note whose owner is dead, or taken for dead
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
+
+
+def new_token() -> str:
+    """12 hex digits that no other save, or note, has."""
+    return secrets.token_hex(6)
 
 
 def step_name(step: int) -> str:
@@ -262,7 +268,7 @@ def holder(notes: Notes | KeyNotes, name: str, kind: str, watch: Watch) -> Holde
 
 
 def saving_note(name: str, token: str) -> str:
-    """The note of who writes `.NAME.tmp-TOKEN`, or the objects NAME/TOKEN/."""
+    """The note of who writes the save NAME/TOKEN/."""
     return f".{name}.saving-{token}"
 
 
@@ -280,20 +286,20 @@ def alive(notes: Notes | KeyNotes, note: str, watch: Watch, lease_s: float | Non
     """Who has left a note, if the note is there and not void. Raises OSError if it cannot be read."""
     lease_s = LEASE_S if lease_s is None else lease_s
     data = notes.read(note)
-    if data is None:
-        return None  # gone since it was listed
-    try:
+    if data is None or data == NOBODYS:
+        return None  # gone since it was listed, or left without a holder
+    whose, where, since, held = "", "", None, False
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         value = json.loads(data)
-        whose, where, since = str(value.get("owner")), str(value.get("host", "")), float(value["time"])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None  # notes are put in place complete: not one of ours
+        whose, where, since = str(value["owner"]), str(value.get("host", "")), float(value["time"])
+        held = value.get("held") is True
     state = owners.fate(whose)
     if state == "unknown":
         stamp = notes.stamp(note)
         quiet = lease_s if stamp is None else watch.quiet_s(note, stamp)
         state = "unknown" if quiet < lease_s else "gone"
     sure = state == "lives" or note in watch.renewed
-    return None if state == "gone" else Holder(where, whose, since, sure, value.get("held") is True)
+    return None if state == "gone" else Holder(where, whose, since, sure, held)
 
 
 def pin(notes: Notes | KeyNotes, name: str) -> None:

@@ -129,11 +129,13 @@ def read_manifest(storage: Storage) -> Manifest:
     for name, found in zip(("manifest_bytes", "manifest_xxh3_64"), want, strict=True):
         if found is None:
             raise CheckpointError(f"{marker_at}: got no {name}; the file was altered after the save; {RESTORE_ANOTHER}")
-    if storage.stated not in (None, want[1]):
-        raise CheckpointError(
-            f"{marker_at}: got xxh3_64 {want[1]!r:.20} of the manifest, wanted {storage.stated!r:.20} as its pointer"
-            f" says; one of them was altered after the save; {RESTORE_ANOTHER}"
-        )
+    for name in ("format", "manifest_bytes", "manifest_xxh3_64", "step") if storage.stated is not None else ():
+        got, stated = marker.get(name), (storage.stated or {}).get(name)
+        if got != stated:
+            raise CheckpointError(
+                f"{marker_at}: got {name} {got!r:.40}, wanted {stated!r:.40} as its pointer says; one of them was"
+                f" altered after the save; {RESTORE_ANOTHER}"
+            )
     if type(want[0]) is not int or not 0 <= want[0] <= strict_json.MOST_BYTES:
         got = f"{want[0]!r:.40} for the size of the manifest"
         raise CheckpointError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fmegatron.checkpoint.files.format import MARKER, Array
+from fmegatron.checkpoint.files.entries import UNKNOWN, Entry
+from fmegatron.checkpoint.files.format import Array
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Lease
 from fmegatron.checkpoint.files.zarr_array import ZarrArray
@@ -17,15 +18,15 @@ from fmegatron.checkpoint.files.zarr_array import ZarrArray
 class Objects:
     """Objects whose keys begin with those of `values`: a Storage.
 
-    root: the token of the save.  lease: that of the save that writes it, where it was begun.  stated: the digest of
-    its manifest in the pointer that names it, where one was followed.
+    root: the token of the save.  lease: that of the save that writes it, where it was begun.  stated: the pointer
+    that names it, where one was followed.
     """
 
     values: KeyValues
     text: str
     root: str = ""
     lease: Lease | None = field(default=None, compare=False, repr=False)
-    stated: str | None = field(default=None, compare=False, repr=False)
+    stated: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     readers = 8  # each has up to 16 MiB in flight
     writers = 8
     stays_open = False
@@ -69,10 +70,12 @@ class Objects:
         """All objects, sorted."""
         return self.values.names()
 
+    def entries(self) -> Iterator[Entry]:
+        """Files only, without sizes and times."""
+        return (Entry(name, "file", UNKNOWN, 0.0) for name in self.names())
+
+    def sync_files(self, names: Sequence[str]) -> None:
+        """They are."""
+
     def sync(self) -> None:
         """An object that was put is durable."""
-
-    def delete(self) -> None:
-        """Remove all objects, the marker first."""
-        self.values.remove(MARKER)
-        self.values.delete()

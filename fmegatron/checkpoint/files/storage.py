@@ -12,12 +12,15 @@ a Storage (and a Store that gives it out): everything that the room reads or wri
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from fmegatron.checkpoint.files.entries import Entry
 from fmegatron.checkpoint.files.format import Array
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Lease, Watch
@@ -52,8 +55,8 @@ class Storage(Protocol):
         ...
 
     @property
-    def stated(self) -> str | None:
-        """The manifest's digest as what led here states it: a pointer beside its files, where there is one."""
+    def stated(self) -> dict[str, Any] | None:
+        """The pointer that led here, where one was followed: its facts of the manifest must be so."""
         ...
 
     @property
@@ -111,22 +114,38 @@ class Storage(Protocol):
         """All files, sorted."""
         ...
 
-    def sync(self) -> None:
-        """All that was written, by all ranks, is durable and can be read on return. Rank 0."""
+    def entries(self) -> Iterable[Entry]:
+        """All that is there, directories too where there are any; sizes where they are listed."""
+        ...
 
-    def delete(self) -> None:
-        """Remove all of it."""
+    def sync_files(self, names: Sequence[str]) -> None:
+        """What this process has written to these files of arrays is durable. Who writes them calls it."""
+
+    def sync(self) -> None:
+        """The names of all files, written by all ranks, are durable and can be read on return. Rank 0."""
 
 
 class Withdrawn(Protocol):
-    """What is left of a checkpoint whose marker is gone."""
+    """What is left of a checkpoint whose pointer is gone."""
 
     def names(self) -> list[str]:
         """All files, sorted."""
         ...
 
-    def delete(self) -> None:
-        """Remove all of it."""
+    def delete(self, stop: threading.Event | None = None) -> None:
+        """Remove all of it, until `stop`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Remnant:
+    """A save at `place` that is not its checkpoint. kind: "tmp" (under way, or killed), "old" (replaced), "gone" (being
+    deleted) or "aside".  token: "plain" for files in the place itself."""
+
+    place: Store
+    token: str
+    kind: str
+    files: Storage
 
 
 class Store(Protocol):
@@ -185,12 +204,44 @@ class Store(Protocol):
         """
         ...
 
-    def asides(self) -> Sequence[tuple[str, Storage]]:
-        """Checkpoints of children that were set aside: (name of the child, its files)."""
+    def leftovers(self) -> list[Remnant]:
+        """The saves that are here besides the checkpoint. Raises OSError."""
         ...
 
-    def delete_aside(self, storage: Storage) -> None:
-        """Remove the files of a checkpoint of this name that was set aside."""
+    def remove(self, left: Remnant) -> None:
+        """Remove one of them, whoever owns it."""
+
+    def is_meant(self) -> bool:
+        """Whether this is a checkpoint, complete, damaged or half copied, and no directory of them."""
+        ...
+
+    def is_begun(self) -> bool:
+        """Whether all that is here are such saves: what is neither that nor complete is damaged, or half a copy."""
+        ...
+
+    def files(self, token: str) -> Storage:
+        """The files of a save; "": those at the place itself."""
+        ...
+
+    def pointer(self) -> dict[str, Any] | None:
+        """The JSON of the marker at the place; None: there is none; {}: it is damaged. Raises OSError."""
+        ...
+
+    def stamp(self) -> Hashable:
+        """What differs when it was saved again, or a copy was put here. Raises OSError."""
+        ...
+
+    def saved_at(self) -> float | None:
+        """When the checkpoint was saved, seconds since 1970, by one clock for all in a directory."""
+        ...
+
+    def bytes_begun(self) -> int | None:
+        """Bytes of the files of saves that are under way; None where that cannot be seen."""
+        ...
+
+    def how_to_move(self, to: str) -> str:
+        """What a person does to give the checkpoint another name."""
+        ...
 
     def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
         """Remove what dead saves and deletions left of children whose full name matches the regular expression.

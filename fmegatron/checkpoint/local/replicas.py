@@ -42,7 +42,7 @@ class Handle:
             idle = saving.world.gather_rows(torch.tensor([int(saving.idle())]))
             if not bool(idle.all()):
                 return False
-            if not saving.set:
+            if not saving.sealed:
                 self._attempt(saving.seal)
                 return False
         self.result()
@@ -55,11 +55,11 @@ class Handle:
         """
         saving = self._saving
         if saving is not None and not self._over:
-            if not saving.set:
+            if not saving.sealed:
                 self._attempt(saving.seal)
             self._attempt(saving.commit)
             self._over = True
-            self._shelf.retain(saving.content.step, saving.set, self._keep)
+            self._shelf.retain(saving.content.step, saving.number, self._keep)
             if saving.world.rank == 0 and self._warning:
                 warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
         elif self._error is not None:
@@ -208,7 +208,7 @@ class LocalReplicas:
         def prepare():
             check_step(step)
             tensors, plans = check_request(state, layouts, world, metadata, step, finite)
-            check_names(shelf.draft(step, world.rank), plans, world.size)
+            check_names(shelf.place(step, world.rank, 0), plans, world.size)
             shelf.prepare(step)
             return tensors, self.members()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.format import Manifest, digest
 from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
 from fmegatron.checkpoint.files.manifest import to_json_text
-from fmegatron.checkpoint.local.shard import Content, content_id, set_id, with_ids
+from fmegatron.checkpoint.local.shard import Content, content_id, with_ids
 from fmegatron.checkpoint.local.shelf import Shelf, remove
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan
@@ -101,13 +102,16 @@ class _Volatile(Folder):
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         super().write(name, blocks, durable=False)
 
+    def sync_files(self, names: Sequence[str]) -> None:
+        pass
+
     def sync(self) -> None:
         pass
 
 
 @dataclass
 class _Draft:
-    """One shard while it is written, in a hidden directory. marker: when all but the marker is written."""
+    """One shard while it is written. marker: when all but the marker is written."""
 
     place: FolderStore
     storage: Folder
@@ -133,7 +137,9 @@ class _Draft:
 
 
 class Saving:
-    """One rank's part in saving a set: `exchange`, `seal`, `commit`, by all ranks. `set`: its id, 0 before `seal`.
+    """One rank's part in saving a set: `exchange`, `seal`, `commit`, by all ranks.
+
+    number: of the save, in names.  sealed: whether `seal` is through.
 
     Args:
         shelf: the directory of this node.
@@ -155,14 +161,14 @@ class Saving:
         durable: bool,
         most_bytes: int | None,
     ):
-        self.set, self.world, self.content = 0, world, content
+        self.number, self.sealed, self.world, self.content = 0, False, world, content
         self._shelf, self._group, self._portion, self._durable = shelf, group, portion_bytes, durable
         self._guard, self._drafts = _Guard(), {}
         self._disk = _Disk(self._guard, most_bytes)
         self._what = f"saving local replicas of step {content.step}"
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Bring this rank's shard to its group and theirs here, into hidden directories.
+        """Bring this rank's shard to its group and theirs here, into shards that are no checkpoints yet.
 
         The tensors may change when this returns. Extra host memory: a portion for each of the group, and what waits
         for the disk. Raises RuntimeError on all ranks when anything fails on one; then nothing is left behind.
@@ -178,8 +184,9 @@ class Saving:
         plans = {member: content.plan(member) for member in group}
         cut = {member: portions(plans[member], 0, self._portion) for member in group}
         layouts = digest(to_json_text(content.rows).encode()) >> 1  # 63 bits: a positive int64
-        rows = world.gather_rows(torch.tensor([len(cut[rank]), layouts])).tolist()
-        if len({one for _, one in rows}) > 1:
+        rows = world.gather_rows(torch.tensor([len(cut[rank]), layouts, secrets.randbits(63)])).tolist()
+        self.number = rows[0][2]  # that of rank 0
+        if len({one for _, one, _ in rows}) > 1:
             raise ValueError("layouts: got different ones on the ranks, wanted the same tree; give it to save on all")
         peers = [member for member in group if member != rank]
         buffers, before = dict[int, torch.Tensor](), versions(tensors)
@@ -191,7 +198,7 @@ class Saving:
 
         together(world, self._what, begin)
         # As many rounds on all ranks as the longest shard needs; those that have nothing left to send stay silent.
-        for n in range(max(count for count, _ in rows)):
+        for n in range(max(count for count, _, _ in rows)):
             parts = {m: buffers[m][: cut[m][n].nbytes if n < len(cut[m]) else 0] for m in group}
             if n < len(cut[rank]):
                 guard.do(stage, cut[rank][n], plans[rank], tensors, buffers[rank], 0)
@@ -203,7 +210,7 @@ class Saving:
         together(world, self._what, guard.check)
 
     def _begin(self, member: int, plans: tuple[LeafPlan, ...]) -> _Draft:
-        place = self._shelf.draft(self.content.step, member)
+        place = self._shelf.place(self.content.step, member, self.number)
         storage = place.begin()
         return _Draft(place, storage if self._durable else _Volatile(storage.root, lease=storage.lease), plans)
 
@@ -240,7 +247,7 @@ class Saving:
                 self._disk.do(self._drafts[member].complete, with_ids(manifest, known), digests)
 
         together(world, self._what, verify)
-        self.set = set_id(known)
+        self.sealed = True
 
     def commit(self) -> None:
         """Wait for the disk, then give the shards their names; the set counts when this returns, on all ranks.
@@ -253,11 +260,9 @@ class Saving:
         def publish():
             self._disk.drain()
             self._guard.check()
-            for member, draft in self._drafts.items():
-                place = self._shelf.place(self.content.step, member, self.set)
-                if not place.is_complete():  # one that was there holds, or should hold, the same
-                    made.append(place)
-                place.publish(draft.storage, draft.marker)
+            for draft in self._drafts.values():
+                made.append(draft.place)
+                draft.place.publish(draft.storage, draft.marker)
 
         try:
             self._guard.do(publish)

@@ -30,25 +30,20 @@ _NAME = re.compile(rf"({STEP.pattern})\.rank_(\d{{5,9}})\.([0-9a-f]{{16}})")
 _ABOUT = (("run", str), ("rank", int), ("world", int), ("meshes", list), ("layouts", dict), ("shards", list))
 _CHUNK_BYTES = 2 * CHUNK_BYTES  # the largest chunk of a shard: one is held for each of a clique, whatever the portions
 
-Key = tuple[int, int, int]  # step, set, rank
+Key = tuple[int, int, int]  # step, set (or, in names, save), rank
 
 
-def draft_name(step: int, rank: int) -> str:
-    """The name of a shard while it is written, when its set is not known yet."""
-    return f"{step_name(step)}.rank_{rank:05d}"
-
-
-def shard_name(step: int, rank: int, set_id: int) -> str:
-    """The name of a shard.
+def shard_name(step: int, rank: int, save_id: int) -> str:
+    """The name of a shard: the ranks give each save a number, as its set is not known before all is written.
 
     >>> shard_name(100, 3, 0xABC), parse_name("step_00000100.rank_00003.0000000000000abc")
     ('step_00000100.rank_00003.0000000000000abc', (100, 2748, 3))
     """
-    return f"{draft_name(step, rank)}.{set_id:016x}"
+    return f"{step_name(step)}.rank_{rank:05d}.{save_id:016x}"
 
 
 def parse_name(name: str) -> Key | None:
-    """(step, set, rank) of a name, None for one that `shard_name` does not make."""
+    """(step, save, rank) of a name, None for one that `shard_name` does not make."""
     m = _NAME.fullmatch(name)
     key = (int(m[2]), int(m[4], 16), int(m[3])) if m else None
     return key if key and shard_name(key[0], key[2], key[1]) == name else None

@@ -1,7 +1,7 @@
 """The replica directory of a node: its shards, which of them are complete, and which may be deleted.
 
-step_00000100.rank_00003.SET        the shard of rank 3 in the set of step 100 with this id (16 hex digits)
-.step_00000100.rank_00003.tmp-...   being written; a leftover if no save is under way (see files/commit.py)
+step_00000100.rank_00003.SAVE       the shard of rank 3 in a save of step 100 (16 hex digits, the same on all ranks): a
+                                    checkpoint (see files/commit.py)
 .abandoned                          training went on from an older step than the newest here: a save may go back once
 """
 
@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fmegatron.checkpoint.files import commit
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.leases import Watch, alive, saving_note
+from fmegatron.checkpoint.files.leases import Watch, alive, saving_note, step_name
 from fmegatron.checkpoint.files.saved import SavedAgain
-from fmegatron.checkpoint.local.shard import Key, Shard, draft_name, open_shard, parse_name, shard_name
+from fmegatron.checkpoint.files.trees import make_directories
+from fmegatron.checkpoint.local.shard import Key, Shard, open_shard, parse_name, shard_name
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.files import disk
 
@@ -38,8 +38,10 @@ class Shelf:
         return FolderStore(self.path)
 
     def keys(self) -> dict[Key, FolderStore]:
-        """(step, set, rank) -> place of all shards here, by name. Raises OSError if the directory cannot be seen."""
-        return {key: self.store.child(name) for name in self.store.children() if (key := parse_name(name))}
+        """(step, save, rank) -> place of all shards here, by name, damaged ones too, but for what is being written or
+        deleted. Raises OSError if the directory cannot be seen."""
+        places = {key: self.store.child(name) for name in self.store.children() if (key := parse_name(name))}
+        return {key: place for key, place in places.items() if _is_shard(place)}
 
     def newest(self) -> int:
         """The newest step here by name, -1 when there is none."""
@@ -50,7 +52,7 @@ class Shelf:
 
         The last value: whether the directory itself cannot be looked at, so that it is not known what is in it.
         """
-        found, notes = {}, []
+        found, notes, times = {}, [], {}
         try:
             keys = self.keys()
         except OSError as error:
@@ -64,10 +66,12 @@ class Shelf:
                     raise CheckpointError(
                         f"{place.path}: belongs to the run {shard.about['run']!r:.60}, not to {run!r}"
                     )
-                if shard.key != key:
-                    step, one, rank = shard.key
-                    raise CheckpointError(f"{place.path}: holds another shard: {shard_name(step, rank, one)}")
-                found[key] = shard
+                step, _, rank = shard.key
+                if (step, rank) != (key[0], key[2]):
+                    raise CheckpointError(f"{place.path}: holds another shard: {step_name(step)}.rank_{rank:05d}")
+                at = place.saved_at() or 0.0
+                if at >= times.get(shard.key, 0.0):  # a set that was stored again, as copies of it were damaged
+                    found[shard.key], times[shard.key] = shard, at
             except OSError as error:
                 notes.append(f"{place.path}: cannot be read ({error.strerror or error})")
             except (CheckpointError, SavedAgain) as error:
@@ -79,13 +83,8 @@ class Shelf:
 
         Raises ValueError if it holds newer steps, or if another save into it is under way.
         """
-        commit.make_directories(self.path)
-        newest, notes = self.newest(), self.store.notes()
-        if newest > step and notes.read(_ABANDONED) is None:
-            raise ValueError(
-                f"{self.path}: got step {step} to save, wanted {newest} or more, as step {newest} is here already;"
-                " to go on from an older step, restore it by restore_latest, or remove the directory"
-            )
+        make_directories(self.path)
+        notes = self.store.notes()
         savers = [note for note in notes.names() if _SAVING.fullmatch(note)]
         for note in savers:
             # Of this node: one that is not seen to live is of an earlier boot or container of the run.
@@ -94,29 +93,27 @@ class Shelf:
                     f"{os.path.join(self.path, note)}: got a save while another one is under way ({holder}), wanted one"
                     " at a time; wait for its result(), and give every run its own name"
                 )
-        for name in disk.names_in(self.path):
-            if (m := commit.HIDDEN.fullmatch(name)) and m[2] != "aside":
-                path = os.path.join(self.path, m[1])
-                commit.finish(path, {m[3]})
-                commit.discard(os.path.join(self.path, name), path)
         for note in savers:
             notes.remove(note)
+        self.store.clean(".*", (), Watch())
         notes.clean()
+        newest = self.newest()
+        if newest > step and notes.read(_ABANDONED) is None:
+            raise ValueError(
+                f"{self.path}: got step {step} to save, wanted {newest} or more, as step {newest} is here already;"
+                " to go on from an older step, restore it by restore_latest, or remove the directory"
+            )
 
-    def draft(self, step: int, rank: int) -> FolderStore:
-        """Where the shard of a rank is written."""
-        return self.store.child(draft_name(step, rank))
+    def place(self, step: int, rank: int, save_id: int) -> FolderStore:
+        """Where the shard of a rank is."""
+        return self.store.child(shard_name(step, rank, save_id))
 
-    def place(self, step: int, rank: int, set_id: int) -> FolderStore:
-        """Where the shard of a rank is when it is complete."""
-        return self.store.child(shard_name(step, rank, set_id))
-
-    def retain(self, step: int, set_id: int, keep: int) -> None:
+    def retain(self, step: int, save_id: int, keep: int) -> None:
         """After a save on which all ranks agreed: keep it and the newest `keep - 1` older steps; warns if it cannot."""
         keys = self.keys()
         dropped = to_delete([Saved(s) for s in {step, *(s for s, _, _ in keys if s < step)}], Keep(last=keep))
         for (s, one, _), place in keys.items():
-            if s > step or s in dropped or (s == step and one != set_id):
+            if s > step or s in dropped or (s == step and one != save_id):
                 _try(place.path, lambda place=place: remove(place))
         _try(self.path, lambda: self.store.notes().remove(_ABANDONED))
 
@@ -128,6 +125,14 @@ class Shelf:
         except OSError as error:
             return [f"{self.path}: the next save may be refused as too old ({error.strerror})"]
         return []
+
+
+def _is_shard(place: FolderStore) -> bool:
+    """Whether a place is no mere beginning, or end, of a save. What cannot be looked at is listed."""
+    try:
+        return place.is_complete() or not place.is_begun() or not place.inside()
+    except OSError:
+        return True
 
 
 def remove(place: FolderStore) -> None:

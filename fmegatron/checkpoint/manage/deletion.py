@@ -1,4 +1,4 @@
-"""Deletion in the background: a thread removes directories that were renamed away, and reports failures later."""
+"""Deletion in the background: a thread removes what was withdrawn, and reports failures later."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _MOST = 64  # directories that wait to be removed
 
 
 class Deleter:
-    """Removes what is hidden already, one after another, on a thread that lives while there is something to remove.
+    """Removes what is condemned already, one after another, on a thread that lives while there is something to remove.
 
-    What it does not get to (the program ends, the disk refuses) keeps its hidden name and is removed by a later run.
+    What it does not get to (the program ends, the disk refuses) stays condemned and is removed by a later run.
     """
 
     def __init__(self, most: int = _MOST):
@@ -41,11 +41,6 @@ class Deleter:
         """Names of what waits to be removed, or is being removed."""
         with self._lock:
             return list(self._texts)
-
-    def wait_for(self, text: str) -> None:
-        """Return when nothing of this name waits to be removed; then something new can take its place."""
-        with self._lock:
-            self._lock.wait_for(lambda: text not in self._texts)
 
     def failures(self) -> list[str]:
         """Failures since the last call; they are reported here only."""

@@ -169,7 +169,7 @@ class Manager:
     def rewind(self, step: int) -> None:
         """Report that training goes on from `step`, so that saves may be older than the newest one: all ranks call it.
 
-        What is newer now is set aside by the next save: it has a hidden name, is never resumed, is listed by `ls` and
+        What is newer now is set aside by the next save: it is no step any more, is never resumed, is listed by `ls` and
         removed by `gc`. `restore_latest` does this itself, and so does `restore` of an older step.
         """
         self._went_back(step, sure=True)
@@ -228,8 +228,6 @@ class Manager:
             self._note(self._background.finish(self._bar))  # then it is on the disk what is newer
         self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
         together(ranks, what, go_on)
-        if not of.renames:  # what is deleted there has still this name
-            self._deleter.wait_for(place.text)
         if ranks.rank == 0:
             self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
         report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, temporary, durable=wait)
@@ -285,7 +283,6 @@ class Manager:
 
     def _when_durable(self, step: int, temporary: bool) -> None:
         """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
-        self._attempt("its time could not be noted", lambda: self._both[temporary].note_saved(step))
         self._attempt("the tracker could not be written", self._track)
         self._attempt("old checkpoints could not be deleted", lambda: self._retain(step, temporary))
         self._tell()

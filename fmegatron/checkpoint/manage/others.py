@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.manage.steps import Steps
@@ -20,16 +19,16 @@ def others(both: tuple[Steps, Steps]) -> str | None:
     both: the lasting and the temporary steps.
     """
     lasting, found = both[0], []
-    names = lasting.store.children() if lasting.renames else []  # in an object store, of what was begun and not ended
+    names = lasting.store.children()
     if not any(map(STEP.fullmatch, names)):  # else it would be called a directory of checkpoints
-        if hint := recognized(Folder(lasting.store.text) if lasting.renames else lasting.store.locate(), run=True):
+        if hint := recognized(lasting.store.files(""), run=True):
             found.append(hint)
     found += [f"{of.place(step).text} without COMPLETE" for of in both for step in reversed(of.incomplete())]
     found += [text for of in both for step in reversed(of.misnamed()) if (text := of.misnaming(step)) is not None]
     for name in reversed(names[-_MOST:]):
         if STEP.fullmatch(name) and name == lasting.name(int(name[5:])) or lasting.store.child(name) == both[1].store:
             continue
-        if hint := recognized(Folder(lasting.store.child(name).text), run=True):
+        if hint := recognized(lasting.store.child(name).files(""), run=True):
             found.append(f"{name}: {hint}")
         elif _LIKE_STEPS.fullmatch(name):
             found.append(f"{name}, which is no name of ours (step_00000100)")

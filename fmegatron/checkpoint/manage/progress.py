@@ -7,12 +7,9 @@ system counts it. So it costs the save nothing, and shows the work of all ranks 
 from __future__ import annotations
 
 import contextlib
-import glob
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -62,19 +59,6 @@ def _show(
                 bar.update(task, total=total, completed=min(count, total))
 
 
-def written_below(path: str) -> Callable[[], int | None]:
-    """Bytes of all files of a save of `path` that is under way: those in its hidden directories."""
-    parent, name = os.path.split(path)
-
-    def so_far() -> int | None:
-        with contextlib.suppress(OSError):  # files come and go while we look
-            hidden = glob.glob(os.path.join(glob.escape(parent), f".{glob.escape(name)}.tmp-*"))
-            return sum(_size(Path(folder, f)) for top in hidden for folder, _, files in os.walk(top) for f in files)
-        return None
-
-    return so_far
-
-
 def read_from_now() -> Callable[[], int | None]:
     """Bytes that this process reads from now on, by read calls of any kind; None where the system does not count."""
     before = _bytes_read()
@@ -92,9 +76,3 @@ def _bytes_read() -> int | None:
             return int(next(line for line in f if line.startswith("rchar:")).split()[1])
     except (OSError, StopIteration, ValueError):
         return None
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.stat().st_size
-    return 0

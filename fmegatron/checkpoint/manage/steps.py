@@ -10,15 +10,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from fmegatron.checkpoint.files import commit, leases
-from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError
 from fmegatron.checkpoint.files.manifest import step_of_head, step_of_marker
-from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
-from fmegatron.checkpoint.manage.progress import written_below
 from fmegatron.checkpoint.manage.retention import Saved
 from fmegatron.checkpoint.reading.sample import read_back
 from fmegatron.checkpoint.writing.part import check_written
@@ -54,7 +51,6 @@ class Steps:
     def __init__(self, directory: str | os.PathLike | Store):
         self.store = open_store(directory)
         self.notes = self.store.notes()
-        self.renames = isinstance(self.notes, Notes)  # a file system: what is withdrawn has another name
         self.watch = leases.Watch()
         self._facts: dict[int, tuple[Any, Facts]] = {}
         self._markers: dict[int, tuple[Any, int | None]] = {}
@@ -92,16 +88,15 @@ class Steps:
         return found
 
     def incomplete(self, above: int = -1) -> list[int]:
-        """Steps with a larger number than `above` that are there without a marker, in rising order.
-
-        Saves take their name by a rename when they are complete, so these are damaged, or copies that are not finished.
-        (In an object store a save that is under way, or was killed, looks like that: none.)
+        """Steps with a larger number than `above` that are there, neither complete nor of a save that is under way or
+        was killed: they are damaged, or copies that are not finished; in rising order.
         """
-        if not self.renames:
-            return []
-        found = [s for s in self._steps(self.store.children(), above) if not self.place(s).is_complete()]
+        found = [s for s in self._steps(self.store.children(), above) if self._is_broken(self.place(s))]
         # They may have been deleted or saved again between the two looks.
-        return [s for s in found if disk.is_there(self.place(s).text) and not self.place(s).is_complete()]
+        return [s for s in found if self._is_broken(self.place(s))]
+
+    def _is_broken(self, place: Store) -> bool:
+        return not place.is_complete() and not place.is_begun()
 
     def misnamed(self) -> list[int]:
         """Numbers in the names of checkpoints that were saved as another step (after `cp` or `mv`), rising.
@@ -117,13 +112,16 @@ class Steps:
         return None if named in (None, step) or self.facts(step).problem is not None else named
 
     def _named(self, step: int) -> int | None:
-        """The step of a complete checkpoint, by its marker, or, until 2026-11-27, its manifest; None: neither."""
+        """The step of a complete checkpoint, by its pointer, or its marker, or (until 2026-11-27) its manifest; None:
+        none has it."""
+        place = self.place(step)
         try:
-            # What has a token in a store of objects is saved once. A copy without one may be another by now.
-            at = None if self.renames else disk.look(self.place(step).locate)
-            stamp, known = self._marker(step) if at is None else at.root, self._markers.get(step)
-            if not stamp or known is None or known[0] != stamp:
-                files = disk.look(self.place(step).locate) if at is None else at
+            pointer = place.pointer() or {}
+            if type(named := pointer.get("step")) is int:
+                return named
+            stamp, known = place.stamp(), self._markers.get(step)
+            if known is None or known[0] != stamp:
+                files = place.locate()
                 named = step_of_marker(disk.look(lambda: files.read(MARKER, 0, _HEAD_BYTES)))
                 if named is None:
                     named = step_of_head(disk.look(lambda: files.read(MANIFEST, 0, _HEAD_BYTES)))
@@ -140,9 +138,10 @@ class Steps:
 
     def mend(self, step: int, held: int) -> str:
         """What gives a checkpoint the name of the step that it is of; where that is there, one that is no step's."""
-        at, right = self.place(step).text, self.place(held)
-        to, why = (f"{at}.copy", f" ({self.name(held)} is there, too)") if right.is_complete() else (right.text, "")
-        return (f"mv {at} {to}" if self.renames else f"move its objects to {to}") + why
+        place, right = self.place(step), self.place(held)
+        if right.is_complete():
+            return f"{place.how_to_move(f'{place.text}.copy')} ({self.name(held)} is there, too)"
+        return place.how_to_move(right.text)
 
     def _steps(self, names: Collection[str], above: int) -> list[int]:
         matches = (leases.STEP.fullmatch(name) for name in names)
@@ -152,7 +151,7 @@ class Steps:
 
     def facts(self, step: int) -> Facts:
         """Facts from the manifest of a complete step; read once, and again when the step was saved again."""
-        stamp = self._marker(step)
+        stamp = self.place(step).stamp()
         if (known := self._facts.get(step)) is None or known[0] != stamp:
             try:
                 manifest = save_at(self.place(step)).manifest
@@ -186,36 +185,18 @@ class Steps:
 
     def saved(self, step: int, with_metrics: bool = False) -> Saved:
         """What the rules of retention must know of a complete step."""
-        return Saved(step, self._saved_at(step), self.facts(step).metrics if with_metrics else {})
-
-    def _saved_at(self, step: int) -> float | None:
-        if self.renames:
-            found = self._marker(step)
-            return None if found is None else found[1] / 1e9
-        try:
-            return float(self.notes.read(self._stamp(step)) or "nan")
-        except ValueError:
-            return None
-
-    def _marker(self, step: int) -> Any:
-        """What differs when a step was saved again."""
-        if not self.renames:
-            return disk.look(lambda: self.place(step).locate().read(MARKER), None)
-        at = os.path.join(commit.resolve(self.place(step).text), MARKER)
-        found = disk.look(lambda: os.stat(at), None)
-        return found and (found.st_ino, found.st_mtime_ns, found.st_size)
-
-    def note_saved(self, step: int) -> None:
-        """This step was just saved. An object store does not report times, so we note it."""
-        if not self.renames:
-            self.notes.write(self._stamp(step), str(time.time()).encode())
-
-    def _stamp(self, step: int) -> str:
-        return f".{self.name(step)}.saved"
+        return Saved(step, self.place(step).saved_at(), self.facts(step).metrics if with_metrics else {})
 
     def so_far(self, step: int) -> Callable[[], int | None]:
         """Bytes of a save of this step that is under way, for a progress bar; None where that cannot be seen."""
-        return written_below(self.place(step).text) if self.renames else lambda: None
+        place = self.place(step)
+
+        def looked() -> int | None:
+            with contextlib.suppress(OSError):  # files come and go while we look
+                return place.bytes_begun()
+            return None
+
+        return looked
 
     def why_held(self, step: int) -> str | None:
         """Why a complete step must stay: it is pinned, or being read now. (`withdraw` looks again.)"""
@@ -229,16 +210,7 @@ class Steps:
         with leases.leaving(self.notes, self.name(step), self.watch) as held:
             if held is not None:
                 return held
-            gone = self.place(step).withdraw()
-        if isinstance(gone, Folder):
-            root = gone.root
-            return lambda stop: commit.remove(root, stop)
-
-        def remove(stop: threading.Event) -> None:
-            gone.delete()
-            self.notes.remove(self._stamp(step))
-
-        return remove
+            return self.place(step).withdraw().delete
 
     def set_aside(self, step: int, wait_s: float = 0.0) -> str:
         """Take a complete step from the list, in one step, and keep its files; returns where they are.
@@ -251,7 +223,7 @@ class Steps:
                 if held is None:
                     at = self.place(step).set_aside()
                     with contextlib.suppress(OSError):  # the new step of this number is then pinned, too
-                        leases.move_pin(self.notes, self.name(step), at[-12:])
+                        leases.move_pin(self.notes, self.name(step), at.rpartition("/")[2])
                     return at
             if time.monotonic() >= end:
                 text = f"got a step that is in use ({held}), wanted one to set aside; wait until that has ended"
@@ -259,10 +231,7 @@ class Steps:
             time.sleep(min(1.0, max(end - time.monotonic(), 0.01)))
 
     def clean(self, busy: Collection[str] = ()) -> None:
-        """Remove what dead saves, deletions and readers left; `busy`: names of what is being saved or deleted now.
-
-        Finishes a re-save that was killed between its two renames.
-        """
+        """Remove what dead saves, deletions and readers left; `busy`: names of what is being saved or deleted now."""
         self.store.clean(leases.STEP.pattern, busy, self.watch)
         leases.clean(self.notes, self.watch)
         self.notes.clean()

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-from fmegatron.checkpoint.files import commit, leases
-from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files import leases, siblings, trees
+from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.siblings import HIDDEN
+from fmegatron.checkpoint.files.storage import Remnant, Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing
-from fmegatron.files import disk, whole
+from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing, remnants
+from fmegatron.files import whole
 
+_Todo = tuple["Action", Callable[[], None]]  # what is decided, and what does it
 LIVE_SECONDS = 3600.0  # a save that is under way writes something at least so often
 _LOOK_S = 5.0  # while others are watched
 
@@ -64,8 +69,8 @@ def collect(
 ) -> Collected:
     """Remove what dead saves left, steps set aside at least `age` seconds ago, and old complete steps if asked.
 
-    Hidden directories and notes have owners. What belongs to a process that is gone from this machine goes at once.
-    Checkpoints that are not complete and have no hidden name are left to a person. Never removed: the newest complete
+    Saves under way and notes have owners. What belongs to a process that is gone from this machine goes at once.
+    Checkpoints that are not complete, and of no save, are left to a person. Never removed: the newest complete
     checkpoint, and the newest good one (its manifest is readable, and its save did not report that its loss was not
     finite).
 
@@ -89,11 +94,7 @@ def collect(
     found = listing(directory)
     if not found.is_directory:
         raise ValueError(f"{directory}: got a checkpoint, wanted the directory that holds checkpoints")
-    store = open_store(directory)
-    if isinstance(store, FolderStore):
-        actions = _Leftovers(age, watch).act(found, dry_run)
-    else:
-        actions = _asides(store, found, dry_run)
+    actions = _Leftovers(age, watch).act(open_store(directory), found, dry_run)
     if keep_last is not None:
         actions += _old_steps(directory, found, Keep(last=keep_last), dry_run)
     return Collected(found.directory, dry_run, tuple(actions))
@@ -119,77 +120,71 @@ def _old_steps(directory: str | os.PathLike | Store, found: Listing, keep: Keep,
     return actions
 
 
-def _asides(store: Store, found: Listing, dry_run: bool) -> list[Action]:
-    """In an object store: what was set aside. (What killed saves left is removed by later ones, or by a Manager.)"""
-    files, actions = {storage.text: (name, storage) for name, storage in store.asides()}, []
-    for left in found.leftovers:
-        name, storage = files[left.path]
-        pinned = leases.is_pinned(store.notes(), name, storage.root)
-        kind, why = ("keep", f"{left.what}; {name} is pinned") if pinned else ("remove", left.what)
-        actions.append(Action(kind, left.path, why, left.nbytes))
-        if not pinned and not dry_run:
-            store.child(name).delete_aside(storage)
-    return actions
-
-
 class _Leftovers:
-    """What to do with the hidden directories and the notes of a directory."""
+    """What to do with what saves have left, and with the notes of a directory."""
 
     def __init__(self, age: float, watch: float):
         self._age, self._watch_s, self._watch = age, watch, leases.Watch(most_s=4 * _LOOK_S)
 
-    def act(self, found: Listing, dry_run: bool) -> list[Action]:
+    def act(self, store: Store, found: Listing, dry_run: bool) -> list[Action]:
         """Decide, watch those of other machines if asked, then do it."""
-        folders = [f for f in (found.directory, os.path.join(found.directory, TEMPORARY)) if disk.is_directory(f)]
-        end, actions = time.monotonic() + self._watch_s + _LOOK_S, self._decide(found, folders)
-        while self._watch_s and any(a.doubt for a in actions) and time.monotonic() < end:
+        folders = [store] if store.child(TEMPORARY).is_meant() else [store, store.child(TEMPORARY)]
+        end = time.monotonic() + self._watch_s + _LOOK_S
+        todo = self._decide(found, folders)
+        while self._watch_s and any(action.doubt for action, _ in todo) and time.monotonic() < end:
             time.sleep(_LOOK_S)
-            actions = self._decide(found, folders)
+            todo = self._decide(found, folders)
         # First of all what is the only one of its name gets it back; then nothing that is removed can be needed.
-        actions.sort(key=lambda a: a.kind != "finish")
-        for action in actions:
-            if not dry_run:
-                _do(action)
-        return actions
+        todo.sort(key=lambda pair: pair[0].kind != "finish")
+        for action, do in todo:
+            if action.kind != "keep" and not dry_run:
+                do()
+        return [action for action, _ in todo]
 
-    def _decide(self, found: Listing, folders: list[str]) -> list[Action]:
-        now = {folder: _now(folder) for folder in folders}
-        actions = [self._leftover(left, now[os.path.dirname(left.path)]) for left in found.leftovers]
-        kept = {a.path for a in actions if a.kind == "keep"}
+    def _decide(self, found: Listing, folders: list[Store]) -> list[_Todo]:
+        todo, kept = [], set()
         for folder in folders:
-            notes = Notes(folder)
+            notes, now = folder.notes(), _now(folder)
+            saves = {remnant.files.text: remnant for _, remnant in remnants(folder)}
+            for left in found.leftovers:
+                if left.path in saves:
+                    token, do = saves[left.path].token, partial(_remove, saves[left.path])
+                elif os.path.dirname(left.path) == folder.text and (m := HIDDEN.fullmatch(left.name)):
+                    token, do = m[3], partial(_remove_hidden, left)
+                else:
+                    continue
+                action = self._leftover(left, notes, token, now)
+                kept |= {leases.saving_note(left.of, token)} if action.kind == "keep" else set()
+                todo.append((action, do))
             for note in notes.names():
-                if m := NOTE.fullmatch(note):
-                    actions += self._note(notes, note, m[2], kept, now[folder])
-        return actions
+                if (m := NOTE.fullmatch(note)) and note not in kept:
+                    todo += [(action, partial(notes.remove, note)) for action in self._note(folder, note, m[2])]
+        return todo
 
-    def _leftover(self, left: Leftover, now: float) -> Action:
+    def _leftover(self, left: Leftover, notes: Notes | KeyNotes, token: str, now: float) -> Action:
         def action(kind: str, why: str, doubt: bool = False) -> Action:
             return Action(kind, left.path, why, left.nbytes, doubt)
 
-        notes, token = Notes(os.path.dirname(left.path)), commit.hidden_name(left.path)[3]
-        quiet = 0.0 if left.changed is None else max(now - left.changed, 0.0)
-        note = leases.saving_note(left.of, token)
+        note, hidden = leases.saving_note(left.of, token), HIDDEN.fullmatch(left.name) is not None
+        quiet = math.inf if left.changed is None else max(now - left.changed, 0.0)
         if left.kind == "aside" and leases.is_pinned(notes, left.of, token):
             return action("keep", f"{left.what}; {left.of} is pinned")
         owned = left.kind in ("tmp", "old") and notes.read(note) is not None
         if owned and (holder := leases.alive(notes, note, self._watch, self._watch_s or None)):
             return action("keep", _alive(holder, "saves there"), not holder.sure)
-        if not owned and quiet < self._age:
+        # What has a draft has an owner, who has left a note first; it is gone.
+        if not owned and (hidden or left.kind == "aside") and quiet < self._age:
             return action("keep", f"changed {quiet:.0f} s ago, so a save may be using it (--age); {left.what}")
         if left.holds:
             return action("finish", f"the only one of {left.of}: a re-save was killed between two renames")
-        why = "the process that wrote it is gone" if owned else f"unchanged for {quiet:.0f} s"
+        gone = owned or (left.kind == "tmp" and not hidden)
+        why = "the process that wrote it is gone" if gone else f"unchanged for {quiet:.0f} s"
         return action("remove", f"{left.what}; {why}")
 
-    def _note(self, notes: Notes, note: str, kind: str | None, kept: set[str], now: float) -> list[Action]:
-        path = os.path.join(notes.at, note)
+    def _note(self, folder: Store, note: str, kind: str | None) -> list[Action]:
+        notes, path = folder.notes(), f"{folder.text}/{note}"
         if kind is None:  # a file before it takes its name
             return [Action("remove", path, "a note that was never finished", 0)] if notes.is_left(note) else []
-        if kind == "saving":  # goes after what it names the owner of
-            name, _, token = note[1:].rpartition(".saving-")
-            if kept & {commit.hidden(os.path.join(notes.at, name), k, token) for k in ("tmp", "old")}:
-                return []
         if (holder := leases.alive(notes, note, self._watch, self._watch_s or None)) is None:
             return [Action("remove", path, "the note of a process that is gone", 0)]
         return [Action("keep", path, _alive(holder, f"is {kind}"), 0, True)] if not holder.sure else []
@@ -200,22 +195,21 @@ def _alive(holder: leases.Holder, what: str) -> str:
     return f"{holder} {what}{may}"
 
 
-def _now(folder: str) -> float:
+def _now(folder: Store) -> float:
     """The time by the clock that gives the files there their times; our own where nothing can be written."""
     try:
-        return Notes(folder).now()
+        return folder.notes().now()
     except OSError:
         return time.time()
 
 
-def _do(action: Action) -> None:
-    """Remove a hidden directory or a note, or give a checkpoint its name back."""
-    parent, name = os.path.split(action.path)
-    m = commit.HIDDEN.fullmatch(name)
-    if action.kind == "finish" and m is not None:
-        commit.finish(os.path.join(parent, m[1]), {m[3]})
-        whole.sync_directory(parent)
-    elif action.kind == "remove" and m is None:
-        Notes(parent).remove(name)
-    elif action.kind == "remove" and m is not None:
-        commit.discard(action.path, os.path.join(parent, m[1]))
+def _remove(remnant: Remnant) -> None:
+    remnant.place.remove(remnant)
+
+
+def _remove_hidden(left: Leftover) -> None:
+    """Remove a hidden directory, or give a checkpoint its name back."""
+    parent = os.path.dirname(left.path)
+    siblings.finish(os.path.join(parent, left.of))
+    trees.remove(left.path)
+    whole.sync_directory(parent)

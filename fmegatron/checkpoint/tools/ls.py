@@ -6,19 +6,17 @@ import contextlib
 import math
 import os
 import re
-import stat
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fmegatron.checkpoint.files import commit
-from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.entries import UNKNOWN, walk
 from fmegatron.checkpoint.files.foreign import recognized
-from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError, Manifest
+from fmegatron.checkpoint.files.format import MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.saved import save_at
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.siblings import HIDDEN, resolve
+from fmegatron.checkpoint.files.storage import Remnant, Storage, Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.source import Source
@@ -39,7 +37,7 @@ _KINDS = (
 class Checkpoint:
     """One checkpoint of a directory. problem: why it is not complete, or None.  nbytes, files: on disk (as the manifest
     has them where a store does not report it).  changed: when it was completed, seconds since 1970, None if unknown.
-    held_by: the directory that holds it, a hidden one after a killed re-save.  finite: whether loss and gradient norm
+    held_by: the directory that holds its files.  finite: whether loss and gradient norm
     of its step were, as the run reported; None: it did not.
     """
 
@@ -58,8 +56,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden directory beside a checkpoint. kind: "tmp", "old", "gone" or "aside".  changed: newest time of all in
-    it, None if unknown.  holds: whether the checkpoint `of` is here and nowhere else."""
+    """A save in the place of a checkpoint that is not it, or (up to version 3) a hidden directory beside. kind: "tmp",
+    "old", "gone" or "aside".  changed: newest time of all in it, None if unknown.  holds: whether the checkpoint `of`
+    is here and nowhere else."""
 
     name: str
     path: str
@@ -78,7 +77,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Listing:
-    """All checkpoints of a directory, by step and name, and the hidden directories beside them.
+    """All checkpoints of a directory, by step and name, and what else saves have there.
 
     is_directory: whether a directory of checkpoints was listed, and not a single checkpoint.
     """
@@ -101,24 +100,22 @@ def listing(path: str | os.PathLike | Store) -> Listing:
     Raises ValueError when the path does not exist, or is neither a checkpoint nor a directory that holds some.
     """
     store = open_store(path)
-    if not isinstance(store, FolderStore):
-        return _listing_of_store(store)
-    if is_checkpoint(store.path):
-        parent, name = os.path.split(store.path)
-        return Listing(parent, False, (_checkpoint(store.path, name),), tuple(_leftovers(parent, name)))
-    if not is_directory(store.path):
-        what = "a file" if disk.is_there(store.path) else "nothing there"
-        raise ValueError(f"{store.text}: got {what}, wanted a checkpoint or a directory of some")
-    folders = [f for f in (store.path, os.path.join(store.path, TEMPORARY)) if _is_folder(f)]
-    paths = [path for folder in folders for path in checkpoint_paths(folder)]
-    checkpoints = tuple(sorted((_checkpoint(p, os.path.relpath(p, store.path)) for p in paths), key=_order))
-    left = tuple(leftover for folder in folders for leftover in _leftovers(folder))
-    if not checkpoints and not left and not all(map(NOTE.fullmatch, disk.names_in(store.path))):
-        hint = recognized(store.locate()) or "check the path"
-        raise ValueError(
-            f"{store.text}: got a directory without checkpoints, wanted one, or a directory of some; {hint}"
-        )
-    return Listing(store.path, True, checkpoints, left)
+    if store.is_meant():
+        parent, _, name = store.text.rstrip("/").rpartition("/")
+        left = tuple(_leftover(name, remnant) for remnant in store.leftovers())
+        return Listing(parent, False, (_checkpoint(store, name),), left + tuple(_hidden(parent, name)))
+    folders = [store] if store.child(TEMPORARY).is_meant() else [store, store.child(TEMPORARY)]
+    rows = [_checkpoint(of.child(n), n if of is store else f"{TEMPORARY}/{n}") for of in folders for n in _meant(of)]
+    left = tuple(_leftover(name, remnant) for of in folders for name, remnant in remnants(of))
+    left += tuple(row for of in folders for row in _hidden(of.text))
+    there = is_directory(store.text)
+    if not rows and not left and not (there and all(map(NOTE.fullmatch, disk.names_in(store.text)))):
+        if not there and disk.is_there(store.text):
+            raise ValueError(f"{store.text}: got a file, wanted a checkpoint or a directory of some")
+        hint = recognized(store.files("")) or "check the path or URL"
+        what = "a directory without checkpoints" if there else "nothing there"
+        raise ValueError(f"{store.text}: got {what}, wanted a checkpoint, or a directory of some; {hint}")
+    return Listing(store.text, True, tuple(sorted(rows, key=_order)), left)
 
 
 def listing_of(source: Source) -> Listing:
@@ -131,45 +128,53 @@ def listing_of(source: Source) -> Listing:
     return Listing(parent, False, (Checkpoint(name, root, root, None, *facts),), ())
 
 
-def is_checkpoint(path: str) -> bool:
-    """Whether a directory is meant as a single checkpoint: it has a marker or a manifest, or a killed re-save hides it,
-    or it is named as a step."""
-    path = os.path.realpath(path)
-    if is_directory(path) and STEP.fullmatch(os.path.basename(path)):
-        return True
-    return commit.resolve(path) != path or any(disk.is_there(os.path.join(path, n)) for n in (MARKER, MANIFEST))
+def remnants(store: Store) -> list[tuple[str, Remnant]]:
+    """The saves in a directory of checkpoints that are none of them, with the names that they were saved as."""
+    found = []
+    for name in store.children():
+        with contextlib.suppress(OSError):  # what cannot be looked at is listed as such, with the checkpoints
+            found += [(name, remnant) for remnant in store.child(name).leftovers()]
+    return found
 
 
-def checkpoint_paths(directory: str) -> list[str]:
-    """The checkpoints in a directory of the file system, complete or not."""
-    names = disk.names_in(directory)
-    found = {n for n in names if n[0] != "." and is_checkpoint(os.path.join(directory, n))}
-    found.update(m[1] for n in names if (m := commit.HIDDEN.fullmatch(n)) and m[2] == "old")
-    paths = sorted(os.path.join(directory, n) for n in found)
-    return [p for p in paths if is_directory(commit.resolve(p))]
+def _meant(store: Store) -> list[str]:
+    """The names of checkpoints in a directory of them, complete or not."""
 
+    def meant(child: Store) -> bool:
+        try:
+            return child.is_meant()
+        except OSError:  # it is shown, with the reason
+            return True
 
-def _is_folder(path: str) -> bool:
-    return is_directory(path) and not disk.is_link(path) and not is_checkpoint(path)
+    return [name for name in store.children() if meant(store.child(name))]
 
 
 def _order(found: Checkpoint) -> tuple[float, str]:
     return (math.inf if found.step is None else found.step, found.name)
 
 
-def _checkpoint(path: str, name: str) -> Checkpoint:
-    root = commit.resolve(path)
-    files = [e for e in walk(root) if e.kind != "directory"]
-    nbytes, changed = sum(e.size for e in files), max((e.changed for e in files), default=None)
-    number = int(m[1]) if (m := STEP.fullmatch(os.path.basename(path))) else None
+def _checkpoint(store: Store, name: str) -> Checkpoint:
+    number = int(m[1]) if (m := STEP.fullmatch(name.rpartition("/")[2])) else None
     try:
-        manifest = save_at(FolderStore(path)).manifest
+        save = save_at(store)
     except (CheckpointError, OSError) as error:
-        return Checkpoint(name, path, root, _why(error, root), number, 0, nbytes, len(files), changed, {})
-    at = next((e.changed for e in files if e.name == MARKER), changed)
-    problem = _misnaming(FolderStore(path), number, manifest.step)
-    facts = (manifest.step, len(manifest.leaves), nbytes, len(files), at, manifest.metadata, manifest.finite)
-    return Checkpoint(name, path, root, problem, *facts)
+        nbytes, count, changed = _sizes(store.files(""))
+        nbytes = nbytes or 0
+        gone = isinstance(error, CheckpointError) and store.pointer() is None
+        why = f"not complete: no {MARKER} file" if gone else str(error)
+        return Checkpoint(name, store.text, store.text, why, number, 0, nbytes, count, changed, {})
+    m, problem = save.manifest, _misnaming(store, number, save.manifest.step)
+    nbytes, count, changed = _sizes(save.storage)
+    facts = (m.step, len(m.leaves), stored_bytes(m) if nbytes is None else nbytes, count, store.saved_at() or changed)
+    return Checkpoint(name, store.text, save.storage.text, problem, *facts, m.metadata, m.finite)
+
+
+def _sizes(storage: Storage) -> tuple[int | None, int, float | None]:
+    """Bytes (None: a store that does not report them), number and newest time (or None) of its files."""
+    files = [entry for entry in storage.entries() if entry.kind != "directory"]
+    if any(entry.size == UNKNOWN for entry in files):
+        return None, len(files), None
+    return sum(entry.size for entry in files), len(files), max((entry.changed for entry in files), default=None)
 
 
 def _misnaming(store: Store, number: int | None, step: int | None) -> str | None:
@@ -179,17 +184,25 @@ def _misnaming(store: Store, number: int | None, step: int | None) -> str | None
     return f"holds step {step}, and not {number}; {Steps(store.above()).mend(number, step)}"
 
 
-def _why(error: Exception, root: str) -> str:
-    if isinstance(error, CheckpointError) and not disk.is_there(os.path.join(root, MARKER)):
-        return f"not complete: no {MARKER} file"
-    return str(error)
+def _leftover(name: str, remnant: Remnant) -> Leftover:
+    nbytes, count, changed = _sizes(remnant.files)
+    if nbytes is None:
+        with contextlib.suppress(CheckpointError, OSError):
+            nbytes = stored_bytes(read_manifest(remnant.files))
+    elif remnant.kind == "aside":  # its files may be old: the time at which it was set aside
+        at = f"{remnant.place.text}/ASIDE-{remnant.token}"
+        seen = disk.look(lambda: os.lstat(at), None)
+        changed = changed if seen is None else max(seen.st_ctime, changed or 0.0)
+    row = (f"{name}/{remnant.token}", remnant.files.text, name, remnant.kind, nbytes or 0, count, changed)
+    return Leftover(*row, False)
 
 
-def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
+def _hidden(directory: str, of: str | None = None) -> list[Leftover]:
+    """What saves before version 4 have left beside their checkpoints."""
     found = []
     for name in disk.names_in(directory):
         path = os.path.join(directory, name)
-        if not (m := commit.HIDDEN.fullmatch(name)) or of not in (None, m[1]):
+        if not (m := HIDDEN.fullmatch(name)) or of not in (None, m[1]):
             continue
         seen = disk.look(lambda path=path: os.lstat(path), None)
         if seen is None:  # the save that it belonged to has ended
@@ -199,40 +212,9 @@ def _leftovers(directory: str, of: str | None = None) -> list[Leftover]:
         entries = list(walk(path)) if is_directory(path) and not disk.is_link(path) else []
         files = [e for e in entries if e.kind != "directory"]
         changed = max([changed, *(e.changed for e in entries)])
-        holds = commit.resolve(os.path.join(directory, m[1])) == path
+        holds = resolve(os.path.join(directory, m[1])) == path
         found.append(Leftover(name, path, m[1], m[2], sum(e.size for e in files), len(files), changed, holds))
     return found
-
-
-def _listing_of_store(store: Store) -> Listing:
-    """What a store of objects lists: complete checkpoints; nothing of what killed saves left."""
-    if store.is_complete():
-        return Listing(store.text, False, (_stored(store, store.text.rstrip("/").rsplit("/", 1)[-1]),), ())
-    names = [name for name in store.children() if store.child(name).is_complete()]
-    left = tuple(_aside(name, storage) for name, storage in store.asides())
-    if not names and not left:
-        hint = recognized(store.locate()) or "check the URL"
-        raise ValueError(f"{store.text}: got no complete checkpoint there or below, wanted one; {hint}")
-    return Listing(store.text, True, tuple(sorted((_stored(store.child(n), n) for n in names), key=_order)), left)
-
-
-def _aside(name: str, storage: Storage) -> Leftover:
-    """A checkpoint of an object store that was set aside."""
-    files, nbytes = storage.names(), 0
-    with contextlib.suppress(CheckpointError):
-        nbytes = stored_bytes(read_manifest(storage))
-    return Leftover(f"{name}/{storage.root}", storage.text, name, "aside", nbytes, len(files), None, False)
-
-
-def _stored(store: Store, name: str) -> Checkpoint:
-    try:
-        save = save_at(store)
-    except CheckpointError as error:
-        return Checkpoint(name, store.text, store.text, str(error), None, 0, 0, 0, None, {})
-    m, number = save.manifest, int(found[1]) if (found := STEP.fullmatch(name)) else None
-    facts = (m.step, len(m.leaves), stored_bytes(m), len(save.storage.names()), None, m.metadata, m.finite)
-    problem = _misnaming(store, number, m.step)
-    return Checkpoint(name, store.text, save.storage.text, problem, *facts)
 
 
 def stored_bytes(manifest: Manifest) -> int:
@@ -242,60 +224,3 @@ def stored_bytes(manifest: Manifest) -> int:
         math.prod(a.grid) * a.chunk_nbytes + 16 * math.prod(a.file_grid) * math.prod(a.shard) * bool(a.shard)
         for a in arrays
     )
-
-
-UNKNOWN = -1  # size of a file in a store that does not report it
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A name below a directory, by its relative path. kind: "file", "directory", "link" or "special"."""
-
-    name: str
-    kind: str
-    size: int
-    changed: float  # seconds since 1970
-
-
-def walk(root: str, fd: int | None = None) -> Iterator[Entry]:
-    """Everything below a directory. What vanishes on the way (another process deletes) is left out.
-
-    fd: of the directory held open; what is below it is listed, whatever has taken the name `root` since.
-    """
-    waiting = [""]
-    while waiting:
-        folder = waiting.pop()
-        try:
-            found = _inside(os.path.join(root, folder)) if fd is None else _inside_held(fd, folder)
-        except FileNotFoundError:
-            continue
-        for name, seen in sorted(found):
-            name, kind = f"{folder}/{name}" if folder else name, _kind(seen.st_mode)
-            yield Entry(name, kind, seen.st_size if kind == "file" else 0, seen.st_mtime)
-            if kind == "directory":
-                waiting.append(name)
-
-
-def _inside(path: str | int) -> list[tuple[str, os.stat_result]]:
-    found = []
-    with os.scandir(path) as entries:
-        for e in entries:
-            with contextlib.suppress(FileNotFoundError):
-                found.append((e.name, e.stat(follow_symlinks=False)))
-    return found
-
-
-def _inside_held(fd: int, folder: str) -> list[tuple[str, os.stat_result]]:
-    below = os.open(folder or ".", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-    try:
-        return _inside(below)
-    finally:
-        os.close(below)
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "directory"
-    if stat.S_ISLNK(mode):
-        return "link"
-    return "file" if stat.S_ISREG(mode) else "special"

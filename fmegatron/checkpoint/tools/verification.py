@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fmegatron.checkpoint.files.folder import Folder
+from fmegatron.checkpoint.files.entries import UNKNOWN, Entry
 from fmegatron.checkpoint.files.format import (
     DIGESTS,
     MANIFEST,
@@ -34,7 +34,6 @@ from fmegatron.checkpoint.reading.files import read_exactly
 from fmegatron.checkpoint.reading.sample import band_sizes
 from fmegatron.checkpoint.reading.snapshot import Saved, Snapshot, on_snapshot
 from fmegatron.checkpoint.reading.source import Foreign, Source
-from fmegatron.checkpoint.tools.ls import UNKNOWN, Entry, walk
 from fmegatron.checkpoint.tools.source import stream
 
 _BANDS_PER_JOB = 16
@@ -113,7 +112,7 @@ def _report(source: Source, jobs: int | None) -> Report:
         return _report_of(source)
     storage, manifest, found, check = source.storage, source.manifest, [], None
     try:
-        check = _Check(storage, manifest, {e.name: e for e in _entries(storage)})
+        check = _Check(storage, manifest, {e.name: e for e in storage.entries()})
         check.metadata()
         check.arrays(jobs or max(4, os.cpu_count() or 1))
         check.extra()
@@ -353,13 +352,6 @@ class _Check:
                 found.add(path)
         found = sorted(found)
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _entries(storage: Storage) -> Iterable[Entry]:
-    """All that is there; a store of objects has files only, and has their sizes when they are opened."""
-    if isinstance(storage, Folder):
-        return walk(storage.root, storage.fd)
-    return (Entry(name, "file", UNKNOWN, 0.0) for name in storage.names())
 
 
 def _indices(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

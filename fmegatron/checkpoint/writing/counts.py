@@ -10,7 +10,7 @@ from fmegatron.checkpoint.files.format import MOST_CHUNK_BYTES
 from fmegatron.checkpoint.writing.plan import LeafPlan, grid_array
 from fmegatron.checkpoint.writing.write import PACKED_BYTES
 
-_FEW = 3  # COMPLETE, manifest.json, digests.bin
+_FEW = 4  # COMPLETE of the save and of its place, manifest.json, digests.bin
 
 
 class Counts(NamedTuple):

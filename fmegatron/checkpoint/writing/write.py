@@ -20,6 +20,7 @@ import torch
 from fmegatron.checkpoint.files.format import (
     ALIGN_BYTES,
     MOST_CHUNK_BYTES,
+    ZARR,
     Array,
     Piece,
     digest,
@@ -53,7 +54,9 @@ def write_part(
     rank: int,
     chunks: Sequence[Chunks | None] | None = None,
 ) -> Part:
-    """Write all that `rank` has to write; durable after `storage.sync`. Raises OSError naming the leaf.
+    """Write all that `rank` has to write, and make it durable but for names of files (`storage.sync`).
+
+    Raises OSError naming the leaf.
 
     Args:
         storage: where to.
@@ -197,6 +200,7 @@ class _Writer:
         self.ahead = self.staged = self.buffered = 0  # bytes in `pending`
         self.free: list[np.ndarray] = []
         self.arrays: dict[str, ZarrArray] = {}
+        self.names: list[str] = []  # of files
 
     def __enter__(self) -> _Writer:
         return self
@@ -209,6 +213,8 @@ class _Writer:
             for write in self.pending:  # the hidden directory is about to be removed
                 for future in write.futures:
                     future.exception()
+        if error is None:
+            self.storage.sync_files(self.names)
 
     def file(self, array: Array, file: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
         """Write a file of these chunks, which are all that are in it."""
@@ -299,6 +305,7 @@ class _Writer:
                 for future in futures:
                     done(future.copy)  # now it is in the transaction
                 futures.append(transaction.commit_async())
+        self.names.append(stored.array.file_name(file))
         nbytes = sum(bits.nbytes for _, bits in chunks)
         self._begun(_Write(what, futures, nbytes, staged, buffers))
         for view, row in late:
@@ -308,6 +315,7 @@ class _Writer:
         """Write the array's metadata."""
         with _named(what):
             future = stored.describe()
+        self.names.append(f"{stored.array.name}/{ZARR}")
         self._begun(_Write(what, [future], 0, 0, []))
 
     def _buffer(self, nbytes: int, file_nbytes: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import warnings
 
@@ -9,12 +10,12 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint import Manager
-from fmegatron.checkpoint.files.manifest import marker_to_json
 from fmegatron.checkpoint.files.parse import parse_manifest
 from fmegatron.checkpoint.local.replicas import LocalReplicas
 from fmegatron.checkpoint.local.shard import content_id
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
+from tests.checkpoint.tokens import files_of, reseal
 
 RUN = "run"
 
@@ -44,9 +45,9 @@ def state(layouts, step):
     return {**tree.map(bits, layouts), "step": torch.tensor(step)}
 
 
-def resign(shard, manifest, ids=None):
-    """Put an altered manifest (text, or JSON) into a shard, with a marker that fits; with ids, among them a right one
-    of the shard's own."""
+def resign(shard, manifest, ids=None, pointer=True):
+    """Put an altered manifest (text, or JSON) into a shard, with a marker and a pointer that fit; with ids, among them
+    a right one of the shard's own."""
     if ids is not None:
         about = manifest["metadata"].get("replica")
         if isinstance(about, dict) and isinstance(about.get("shards"), list):
@@ -55,8 +56,10 @@ def resign(shard, manifest, ids=None):
                 ids[about["rank"]] = content_id(parse_manifest(json.loads(json.dumps(manifest))))
                 about["shards"] = [f"{one:016x}" for one in ids]
     data = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
-    (shard / "manifest.json").write_bytes(data)
-    (shard / "COMPLETE").write_bytes(marker_to_json(data))
+    before = (shard / "COMPLETE").read_bytes()
+    reseal(files_of(shard), data)
+    if not pointer:
+        (shard / "COMPLETE").write_bytes(before)
 
 
 class Cluster:
@@ -109,8 +112,14 @@ class Cluster:
         return sorted(p for p in self.root.rglob("step_*") if p.parent.name == RUN)
 
     def content(self):
-        """What every file holds."""
-        return {path: path.read_bytes() for path in self.paths()}
+        """What every file holds; numbers of saves, tokens and the times of leases are no part of it."""
+        random = re.compile(rb"(?<=rank_\d{5}\.)[0-9a-f]{16}|(?<=[/\"])[0-9a-f]{12}(?=[/\"])")
+        found = [(random.sub(b"*", bytes(path)), path) for path in self.paths()]
+        assert len(dict(found)) == len(found), "one save of each shard"
+        return {
+            name: random.sub(b"*", path.read_bytes()) if path.name == "COMPLETE" else path.read_bytes()
+            for name, path in found
+        }
 
     def wipe(self, *ranks):
         for rank in ranks:

@@ -1,5 +1,6 @@
 """Random damage: what comes back is, bit for bit, the newest step that an independent look at the bytes finds whole."""
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from fmegatron.checkpoint.local.shard import open_shard, set_id, shard_name
 from fmegatron.layout import Mesh
 from tests.checkpoint.fake_world import cut_tree, run, small_sizes
 from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, resign, state
+from tests.checkpoint.tokens import files_of
 from tests.sampling import seeds
 
 CLUSTERS = (  # (ranks, spacing, copies or groups)
@@ -36,10 +38,18 @@ def shards(cluster):
 
 def content(shard):
     """What a restore reads of a shard: all files but the descriptions of groups, which are for other programs; of
-    packed leaves (there is one, in the first band) not the bands that are only padding, but their size."""
+    packed leaves (there is one, in the first band) not the bands that are only padding, but their size. A token has
+    another name in each copy."""
     files = sorted(p for p in shard.rglob("*") if p.is_file() and (p.name != "zarr.json" or [*p.parent.glob("c*")]))
-    packed = shard / "packed/0/c.0"
-    return {str(p.relative_to(shard)): (p.stat().st_size, p.read_bytes()[: 32 if p == packed else None]) for p in files}
+    with contextlib.suppress(OSError, ValueError, CheckpointError):
+        token = files_of(shard).name
+        found = {}
+        for p in files:
+            data = p.read_bytes()[: 32 if p == files_of(shard) / "packed/0/c.0" else None]
+            data = data.replace(token.encode(), b"TOKEN") if p == shard / "COMPLETE" else data
+            found[str(p.relative_to(shard)).replace(token, "TOKEN")] = p.stat().st_size, data
+        return found
+    return None
 
 
 # ---- damage: each takes a random source, the cluster, and one of its shards
@@ -129,18 +139,19 @@ def edit(rng, cluster, shard):
         found = open_shard(open_store(shard))
     except (CheckpointError, OSError):
         return
-    manifest = json.loads((shard / "manifest.json").read_text())
+    files = files_of(shard)
+    manifest = json.loads((files / "manifest.json").read_text())
     about, ids = manifest["metadata"]["replica"], [int(x, 16) for x in found.about["shards"]]
     what = rng.choice(("step", "rank", "metadata", "leaves", "elements", "shape"))
-    if what == "elements" and (shard / "arrays/w/c.0.0").exists() and (shard / "digests.bin").exists():
-        array, digests = found.save.manifest.arrays["arrays/w"], bytearray((shard / "digests.bin").read_bytes())
-        data = bytearray((shard / "arrays/w/c.0.0").read_bytes())
+    if what == "elements" and (files / "arrays/w/c.0.0").exists() and (files / "digests.bin").exists():
+        array, digests = found.save.manifest.arrays["arrays/w"], bytearray((files / "digests.bin").read_bytes())
+        data = bytearray((files / "arrays/w/c.0.0").read_bytes())
         data[0] ^= 1
-        (shard / "arrays/w/c.0.0").write_bytes(data)
+        (files / "arrays/w/c.0.0").write_bytes(data)
         nbytes = math.prod(array.band) * array.itemsize
         lo, hi = 8 * array.first_digest, 8 * (array.first_digest + array.digest_count)
         digests[lo : lo + 8] = digest(data[:nbytes]).to_bytes(8, "little")
-        (shard / "digests.bin").write_bytes(digests)
+        (files / "digests.bin").write_bytes(digests)
         manifest["arrays"]["arrays/w"]["digest"] = digest_text(bytes(digests[lo:hi]))
     elif what == "step":
         manifest["step"] = rng.randrange(99)
@@ -151,7 +162,7 @@ def edit(rng, cluster, shard):
     else:
         new = rng.choice(({}, [], {"step": 98}, None, 7, "../../../etc/passwd", {"../../x": [[1 << 61], {}]}))
         manifest["metadata"][what if what == "metadata" else "replica"] = new
-    if manifest == json.loads((shard / "manifest.json").read_text()):  # another rank was wanted, and it is the same
+    if manifest == json.loads((files / "manifest.json").read_text()):  # another rank was wanted, by chance its own
         return
     resign(shard, manifest, ids if rng.random() < 0.5 else None)
     target = shard.with_name(shard_name(manifest["step"], found.about["rank"], set_id(ids)))
@@ -171,9 +182,11 @@ def newest_recoverable(cluster, pristine):
     """The newest step of one set of which every rank's shard is, somewhere, byte for byte what was saved; -1: none."""
     good = set()
     for path in shards(cluster):
-        if not path.is_symlink() and pristine.get(path.name) == content(path):
-            step, rank, one = path.name.split(".")[0][5:], path.name.split(".")[1][5:], path.name.split(".")[2]
-            good.add((int(step), one, int(rank)))
+        step, rank, _ = path.name.split(".")  # what a directory's save is called does not matter: its token names it
+        if not path.is_symlink():
+            for name, was in pristine.items():
+                if name.startswith(f"{step}.{rank}.") and was == content(path):
+                    good.add((int(step[5:]), name.split(".")[2], int(rank[5:])))
     whole = {(step, one) for step, one, _ in good if all((step, one, r) in good for r in range(cluster.size))}
     return max((step for step, _ in whole), default=-1)
 

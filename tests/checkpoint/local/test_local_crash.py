@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fmegatron.checkpoint.files import commit
+from fmegatron.checkpoint.files import trees
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.local import saving, shelf
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
@@ -29,7 +29,7 @@ class Fates:
         self.left, self.done = threading.local(), 0
         for holder, name in (
             (FolderStore, "begin"), (FolderStore, "publish"), (FolderStore, "end"), (Folder, "write"),
-            (saving, "write_part"), (saving, "complete"), (commit, "_exchange"), (commit, "discard"),
+            (saving, "write_part"), (saving, "complete"), (trees, "remove"), (FolderStore, "fill"),
             (os, "rename"), (os, "remove"), (os, "rmdir"), (os, "mkdir"), (os, "fsync"), (shelf.Shelf, "retain"),
         ):  # fmt: skip
             patch.setattr(holder, name, self.mortal(getattr(holder, name)))

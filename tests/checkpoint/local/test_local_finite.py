@@ -9,6 +9,7 @@ import torch
 from fmegatron.checkpoint import LocalReplicas, Manager
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import run
+from tests.checkpoint.tokens import files_of
 
 LAYOUTS = {"w": Layout((4,), torch.float32, Mesh())}
 TWO = {"w": Layout((4,), torch.float32, Mesh(fsdp=2), ("fsdp",))}
@@ -73,7 +74,7 @@ def test_a_local_step_that_is_older_than_a_damaged_global_one(tmp_path):
     """The run goes on from 3 and saves 4; nobody has to say that the damaged 5 is left behind."""
     local, manager = LocalReplicas(tmp_path / "ram", "run", copies=1), Manager(tmp_path / "global")
     manager.save(5, state(5), LAYOUTS)
-    (tmp_path / "global/step_00000005/manifest.json").write_text("{}")
+    (files_of(tmp_path / "global/step_00000005") / "manifest.json").write_text("{}")
     local.save(3, state(3), LAYOUTS)
     with pytest.warns(RuntimeWarning, match="skipped the global checkpoint of step 5"):
         assert local.restore_latest(LAYOUTS, fallback=manager)[0] == 3

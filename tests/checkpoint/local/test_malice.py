@@ -16,6 +16,7 @@ from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.local.shard import open_shard, set_id, shard_name
 from tests.checkpoint.fake_world import small_sizes
 from tests.checkpoint.local.nodes import RUN, Cluster, resign
+from tests.checkpoint.tokens import files_of
 from tests.work import counted
 
 
@@ -35,7 +36,7 @@ def shard(tmp_path):
 
 def altered(shard, *at, to):
     """The manifest of a shard with another value at a place of its metadata (or of all)."""
-    manifest = json.loads((shard / "manifest.json").read_text())
+    manifest = json.loads((files_of(shard) / "manifest.json").read_text())
     *above, last = at
     value = manifest
     for key in above:
@@ -70,7 +71,7 @@ def test_a_bad_description_with_right_digests(shard, what):
     *at, value = WRONG[what]
     manifest = altered(shard, *at, to=value)
     resign(shard, manifest, None if "ids" in what else [5, 7])
-    size = (shard / "manifest.json").stat().st_size
+    size = (files_of(shard) / "manifest.json").stat().st_size
     with counted() as work, pytest.raises(CheckpointError, match=shard.name):
         open_shard(open_store(shard))
     assert work.calls < 60_000 and work.read < 2 * size + (1 << 16) and work.memory < 200 << 20, (size, work)
@@ -95,15 +96,18 @@ def test_a_forged_member_of_a_set_is_refused(tmp_path):
     assert any("were altered after the save" in w for w in warned)
 
 
-def test_a_forged_set_has_another_name(tmp_path):
-    """All ids are right, for the forged content: then the directory is not called after its set."""
+@pytest.mark.parametrize("pointer", [False, True], ids=["token", "pointer, too"])
+def test_a_forged_set_is_refused(tmp_path, pointer):
+    """All ids are right, for the forged content: then the pointer names another manifest; or it is of another set, of
+    which no node has the rest."""
     cluster = Cluster(tmp_path, 4)
     cluster.save(1)
     shard = next(p for p in cluster.shards() if "node-0" in str(p) and "rank_00000" in p.name)
-    resign(shard, altered(shard, "metadata", "metadata", to={"step": 1, "loss": -7.0}), [1, 2, 3, 4])
+    resign(shard, altered(shard, "metadata", "metadata", to={"step": 1, "loss": -7.0}), [1, 2, 3, 4], pointer)
     got, warned = cluster.restore()
     cluster.assert_restored(got, 1)
-    assert any("holds another shard: step_00000001.rank_00000" in w for w in warned)
+    text = "step 1: no node holds the shards of ranks 1, 2, 3" if pointer else "as its pointer says"
+    assert any(text in w and (pointer or "rank_00000" in w) for w in warned), warned
 
 
 def test_names_and_paths_lead_nowhere(tmp_path):
@@ -148,7 +152,7 @@ def test_a_link_in_the_way_of_a_save_is_not_followed(tmp_path):
     for path in cluster.shards():
         shutil.rmtree(path)
         path.symlink_to(victim)
-    assert cluster.save(2) == [None] * 2  # exchanged with the links
+    assert cluster.save(2) == [None] * 2
     assert [path.read_text() for path in victim.iterdir()] == ["mine"]
     assert not any(path.is_symlink() for path in cluster.shards())
     cluster.assert_restored(cluster.restore()[0], 2)
@@ -159,9 +163,10 @@ def fuzz(tmp_path, count):
     cluster.save(1)
     good = cluster.shards()[0]
     saved = open_shard(open_store(good))
-    manifest = (good / "manifest.json").read_bytes()
+    manifest = (files_of(good) / "manifest.json").read_bytes()
     rng, path = random.Random(0), tmp_path / "x"
-    shutil.copytree(good, path)
+    shutil.copytree(good, path, symlinks=True)
+    file = files_of(path) / "manifest.json"
     for i in range(count):
         data = bytearray(manifest)
         for _ in range(rng.randrange(1, 4)):
@@ -170,12 +175,12 @@ def fuzz(tmp_path, count):
                 (rng.randbytes(1), rng.randbytes(8), b"\xff" * 8, b"", b"0", b'"', bytes(rng.randrange(40)))
             )
             data[a : a + rng.choice((len(new), 0, 8))] = new
-        resign(path, bytes(data)) if rng.random() < 0.7 else (path / "manifest.json").write_bytes(data)
+        resign(path, bytes(data)) if rng.random() < 0.7 else file.write_bytes(data)
         try:
             shard = open_shard(open_store(path))
         except CheckpointError:
             continue
-        if shard.set != saved.set:  # ids of other ranks: its directory has not the name of that set
+        if shard.set != saved.set:  # ids of other ranks: of a set that no node has the rest of
             continue
         assert shard.key == saved.key, i
         assert replace(shard.save.manifest, digest="") == replace(saved.save.manifest, digest=""), i

@@ -21,6 +21,7 @@ from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run, small_sizes
 from tests.checkpoint.local.nodes import RUN, Cluster, layouts_on, state
+from tests.checkpoint.tokens import files_of
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 IRREGULAR = [[2, 6, 7], [3, 1], [5], [0, 4]]
@@ -272,7 +273,7 @@ def test_the_hollow_part_is_small_typed_json(tmp_path):
     cluster.save(5)
     for place in cluster.replicas(0).shelf.keys().values():
         shard = open_shard(place)
-        manifest = json.loads((cluster.root / place.path / "manifest.json").read_text())
+        manifest = json.loads((files_of(cluster.root / place.path) / "manifest.json").read_text())
         about = manifest["metadata"]["replica"]
         assert (about["run"], manifest["step"], about["world"]) == (RUN, 5, 2)
         assert manifest["metadata"]["metadata"] == shard.metadata == {"step": 5, "loss": 0.1}
@@ -306,7 +307,7 @@ def test_a_shard_is_a_checkpoint_for_every_tool(tmp_path):
     path = next(path for path in one.rglob("c.*"))
     path.write_bytes(path.read_bytes()[:-1])
     status, text = call("verify", folder)
-    assert status == 1 and f"{one}: 1 damage" in text
+    assert status == 1 and f"{files_of(one)}: 1 damage" in text
 
 
 def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
