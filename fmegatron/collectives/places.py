@@ -1,7 +1,7 @@
 """Places: where the axes of a coalesced collective split one of its tensors, and how shards form the full tensor.
 
-Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "-1|@1:8x4x6", "0|~0:10"), because an op's schema
-knows no nested lists.
+Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "-1|@1:8x4x6", "0|~0:10", "-1|4x6|~-1:24|%6"),
+because an op's schema knows no nested lists.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Place:
 
     true: (dim or FLAT, sizes of its parts in the full tensor) where shards are padded (`Layout.padded`): each part has
     a room of one size in all shards, each axis's that of the one before divided and rounded up. A gather leaves out
-    what is behind the true elements, and a cut puts zeros there, so that padding is in no full tensor.
+    what is behind the true elements, and a cut puts zeros there, so that padding is in no full tensor. unit: of which
+    the rooms of ranges are multiples: those of the block, if there is one, else those of each dim.
 
     A full tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
 
@@ -54,6 +55,7 @@ class Place:
     block: tuple[int, ...] = ()
     true: tuple[tuple[int, tuple[int, ...]], ...] = ()
     first: int = 0
+    unit: int = 1
 
     @staticmethod
     def of(layout: Layout, names: Sequence[str]) -> Place:
@@ -71,7 +73,7 @@ class Place:
                 f"{'dim' if cut else 'block'} a multiple of {cut[0] if cut else layout.mesh.extent(layout.flat)}, pad "
                 "it at rest (layout.replace(padded=True)), or do not shard this leaf"
             )
-        rank, flat = len(layout.shape), _big(layout, layout.flat)
+        rank, flat, unit = len(layout.shape), _big(layout, layout.flat), int(layout.padded) or 1
         held = {d: _big(layout, layout.axes(d)) for d in range(rank)} | {FLAT: flat}
         where: dict[str, int] = {}
         for d, axes in held.items():
@@ -86,9 +88,11 @@ class Place:
             if any(where[name] != FLAT for name in names):
                 raise ValueError(f"got {layout}, wanted a dim gathered with all flat axes {flat}; gather these first")
             dim = layout.flat_from
-            room = rooms(math.prod(_block_of(layout)[dim:]), layout.flat_counts)[flat.index(names[0])]
-            exact = room % layout.mesh.extent(tuple(names)) == 0
-            return Place((dim,) * len(names), true=() if exact else ((dim, (room,)),))
+            found = rooms(math.prod(_block_of(layout)[dim:]), layout.flat_counts, unit)
+            room = found[flat.index(names[0])]
+            if room == found[-1] * layout.mesh.extent(tuple(names)):
+                return Place((dim,) * len(names))
+            return Place((dim,) * len(names), true=((dim, (room,)),), unit=unit)
         split = [d for d in range(rank) if len(layout.parts[d]) > 1 and set(held[d]) & set(names)]
         if len(split) > 1:
             raise ValueError(f"got {layout}, whose dims {split} are interleaved and gathered, wanted one at most")
@@ -96,14 +100,16 @@ class Place:
         block = _block_of(layout) if layout.flat else ()
         dims = tuple(where[name] for name in names)
         true = []
-        for d in sorted(set(dims)) if layout.padded else ():
+        for d in sorted(set(dims)):  # of what is not padded uneven in ranges of nothing alone
             counts = layout.flat_counts if d == FLAT else layout.counts[d]
             kept = len(held[d]) - sum(name in names for name in held[d])
             flattened = math.prod(block[layout.flat_from :])
-            found = [rooms(n, counts) for n in ((flattened,) if d == FLAT else layout.parts[d])]
+            ranges = [rooms(flattened, counts, unit)]
+            found = ranges if d == FLAT else [rooms(n, counts) for n in layout.parts[d]]
             if any(room[-1] * math.prod(counts[kept:]) != room[kept] for room in found):
                 true.append((d, tuple(room[kept] for room in found)))
-        return Place(dims, split[0] if split else -1, tuple(parts), block, tuple(true), layout.flat_from)
+        unit = unit if any(d == FLAT for d, _ in true) else 1
+        return Place(dims, split[0] if split else -1, tuple(parts), block, tuple(true), layout.flat_from, unit)
 
     # ---- text
 
@@ -113,7 +119,8 @@ class Place:
             text += f"|{self.interleaved}:" + "+".join(map(str, self.parts))
         if self.block:
             text += "|" + (f"@{self.first}:" if self.first else "") + "x".join(map(str, self.block))
-        return text + "".join(f"|~{d}:" + "+".join(map(str, sizes)) for d, sizes in self.true)
+        text += "".join(f"|~{d}:" + "+".join(map(str, sizes)) for d, sizes in self.true)
+        return text + (f"|%{self.unit}" if self.unit > 1 else "")
 
     @staticmethod
     def parse(text: str) -> Place:
@@ -124,6 +131,8 @@ class Place:
             dim, colon, parts = field.partition(":")
             if field.startswith("~"):
                 place = replace(place, true=(*place.true, (int(dim[1:]), tuple(map(int, parts.split("+"))))))
+            elif field.startswith("%"):
+                place = replace(place, unit=int(field[1:]))
             elif field.startswith("@"):
                 place = replace(place, first=int(dim[1:]), block=tuple(map(int, parts.split("x"))))
             elif colon:
@@ -151,13 +160,21 @@ class Place:
         block = self._block(whole, sizes)
         if not self.block:
             return block
-        return (*block[: self.first], -(-math.prod(block[self.first :]) // self._ways(FLAT, sizes)))
+        flattened, true = math.prod(block[self.first :]), dict(self.true)
+        unit = self._unit(FLAT) if FLAT in true else 1
+        return (*block[: self.first], rooms(flattened, (self._ways(FLAT, sizes),), unit)[-1])
+
+    def _unit(self, dim: int) -> int:
+        """Of which the rooms on a dim (or of ranges of the block) are multiples."""
+        return self.unit if dim == FLAT or not self.block else 1
 
     def _block(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of the block of a shard, before it is flattened."""
         true = dict(self.true)
         return tuple(
-            sum(-(-part // self._ways(d, sizes)) for part in true[d]) if d in true else n // self._ways(d, sizes)
+            sum(rooms(part, (self._ways(d, sizes),), self._unit(d))[-1] for part in true[d])
+            if d in true
+            else n // self._ways(d, sizes)
             for d, n in enumerate(whole)
         )
 
@@ -246,7 +263,8 @@ class Place:
         x = self._by_parts(apart, whole, tuple(part * ways for part in self.parts), 0, len(rest))
         if self.block:
             inner = x.shape[len(rest) : len(rest) + self.first]
-            x = x.reshape([*(sizes[j] for j in rest), *inner, *(sizes[j] for j in flat), -1])
+            each = math.prod(x.shape[len(rest) + self.first :]) // self._ways(FLAT, sizes)
+            x = x.reshape([*(sizes[j] for j in rest), *inner, *(sizes[j] for j in flat), each])
             where = {j: i for i, j in enumerate(rest)} | {j: len(rest) + self.first + i for i, j in enumerate(flat)}
             x = x.permute([*(where[j] for j in range(k)), *range(len(rest), len(rest) + self.first), k + self.first])
         return x.flatten(0, k - 1)
@@ -268,7 +286,7 @@ class Place:
             parts = tuple(part * ways for part in self.parts) if self.parts and d == self.interleaved else ()
             parts = true.get(d, parts)
             for j in self.axes_on(d):
-                inside = tuple(-(-part // sizes[j]) for part in parts)
+                inside = tuple(rooms(part, sizes[j : j + 1], self._unit(d))[-1] for part in parts)
                 out.append((j, d, parts, inside))
                 parts = inside
         return out

@@ -131,7 +131,7 @@ def _positions(shape: tuple[int, ...], like: torch.Tensor, layout: Layout | None
     block, strides = layout.replace(flat=()).local_shape(0), boxes.row_major_strides(layout.shape)
     first = layout.flat_from
     if layout.padded:
-        within = _padded_ramp(math.prod(block[first:]), layout.flat, like, axes)
+        within = _padded_ramp(math.prod(block[first:]), layout.flat, like, axes, layout.padded)
     else:
         within = _ramp(shape[first], layout.flat, like, axes)
     at: torch.Tensor | int = 0
@@ -187,17 +187,17 @@ def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> 
     return declare(ramp + axis_index(axis, like) * size, axis, ("sharded", 0))
 
 
-def _padded_ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """`_ramp` of this rank's room of a dim, or part, of `size` elements: `y[N_a]`, int64."""
+def _padded_ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes, unit: int = 1) -> torch.Tensor:
+    """`_ramp` of this rank's room of a dim, part or block, of `size` elements: `y[N_a]`, int64."""
     big = tuple(name for name in names if axes.mesh[name] > 1)
-    ramp = torch.arange(split.rooms(size, [axes.mesh[name] for name in big])[-1], device=like.device)
-    return declare(ramp + _start(size, big, like, axes), axes[big], ("sharded", 0)) if big else ramp
+    ramp = torch.arange(split.rooms(size, [axes.mesh[name] for name in big], unit)[-1], device=like.device)
+    return declare(ramp + _start(size, big, like, axes, unit), axes[big], ("sharded", 0)) if big else ramp
 
 
-def _start(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor | int:
-    """Where this rank's room of a dim, or part, of `size` elements begins."""
+def _start(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes, unit: int = 1) -> torch.Tensor | int:
+    """Where this rank's room of a dim, part or block, of `size` elements begins."""
     start: torch.Tensor | int = 0
-    for name, room in zip(names, split.rooms(size, [axes.mesh[name] for name in names])[1:], strict=True):
+    for name, room in zip(names, split.rooms(size, [axes.mesh[name] for name in names], unit)[1:], strict=True):
         start = start + axis_index(axes[name], like) * room
     return start
 

@@ -17,7 +17,7 @@ class Move:
 
     parts: sizes of the consecutive parts of an interleaved dim (local to the other axes), or None.  true: sizes of the
     parts of the dim (or range) where it is in full over the axes, if its shards are padded: a gather leaves padding
-    out, a cut puts zeros in. () for no padding.
+    out, a cut puts zeros in. () for no padding.  unit: of which the rooms of padded ranges are multiples.
     """
 
     op: str
@@ -26,6 +26,7 @@ class Move:
     dim2: int = -1
     parts: tuple[int, ...] | None = None
     true: tuple[int, ...] = ()
+    unit: int = 1
 
     def __str__(self) -> str:
         place = "" if self.dim < 0 else f" dim {self.dim}" + ("" if self.dim2 < 0 else f" -> dim {self.dim2}")
@@ -71,10 +72,10 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
     now = [_dim_state(src, d) for d in dims]
     want = [_dim_state(dst, d) for d in dims]
     same_dims = now == want and src.flat_from == dst.flat_from
-    stays_flat = bool(src_flat) and src_flat == dst_flat and same_dims
+    stays_flat = bool(src_flat) and src_flat == dst_flat and same_dims and _range_rooms(src) == _range_rooms(dst)
     padded = src.padded or dst.padded
     if padded and src_flat and dst_flat and same_dims and not stays_flat:
-        if (more := _ranges(src, src_flat, dst_flat, pending)) is not None:
+        if (more := _ranges(src, dst, src_flat, dst_flat, pending)) is not None:
             return more
     if src.flat and not stays_flat:
         if src_flat:
@@ -95,24 +96,43 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
     return moves
 
 
-def _true(sizes: Sequence[int], layout: Layout, held: Sequence[str], moved: Sequence[str]) -> tuple[int, ...]:
+def _true(
+    sizes: Sequence[int], layout: Layout, held: Sequence[str], moved: Sequence[str], unit: int = 1
+) -> tuple[int, ...]:
     """Sizes of parts that `held` axes cut, once they are in full over the minor ones `moved`; () where these divide."""
     counts = tuple(layout.mesh[name] for name in held)
     first = held.index(moved[0])
-    found = [split.rooms(size, counts) for size in sizes]
+    found = [split.rooms(size, counts, unit) for size in sizes]
     exact = all(room[-1] * math.prod(counts[first:]) == room[first] for room in found)
     return () if exact else tuple(room[first] for room in found)
 
 
 def _of_ranges(move: Move, layout: Layout, flat: tuple[str, ...]) -> Move:
     """A move of ranges of the flattened block of a layout."""
-    block = layout.replace(flat=(), unreduced=()).local_shape(0)[layout.flat_from :]
-    return replace(move, true=_true([math.prod(block)], layout, flat, move.axes)) if layout.padded else move
+    if not layout.padded:
+        return move
+    true = _true([_flattened(layout)], layout, flat, move.axes, layout.padded)
+    return replace(move, true=true, unit=int(layout.padded) if true else 1)
 
 
-def _ranges(src: Layout, now: tuple[str, ...], want: tuple[str, ...], pending: list[str]) -> list[Move] | None:
+def _flattened(layout: Layout) -> int:
+    """How many elements of a rank's block are cut into ranges."""
+    return math.prod(layout.replace(flat=(), unreduced=()).local_shape(0)[layout.flat_from :])
+
+
+def _range_rooms(layout: Layout) -> tuple[int, ...]:
+    """The rooms of ranges, axis after axis."""
+    return split.rooms(_flattened(layout), layout.flat_counts, int(layout.padded) or 1)
+
+
+def _ranges(
+    src: Layout, dst: Layout, now: tuple[str, ...], want: tuple[str, ...], pending: list[str]
+) -> list[Move] | None:
     """Moves from ranges to ranges of ranges, or back, without the block in full; None where they are others."""
-    longer = src.replace(flat=max(now, want, key=len), unreduced=(), padded=True)
+    padded = (src if len(now) > len(want) else dst).padded or True
+    longer = src.replace(flat=max(now, want, key=len), unreduced=(), padded=padded)
+    if any(a != b for short in (src, dst) for a, b in zip(_range_rooms(short), _range_rooms(longer), strict=False)):
+        return None
     if want[: len(now)] == now:
         more = want[len(now) :]
         reduced = bool(pending) and set(pending) == set(more)

@@ -120,7 +120,7 @@ def _together(xs, wires, moves, dst, axes):
 def _place(move, axis):
     true = ((move.dim, move.true),) if move.true else ()
     parts = tuple(split.rooms(size, axis.sizes)[-1] for size in (move.true or move.parts if move.parts else ()))
-    return Place((move.dim,) * len(axis.names), move.dim if parts else -1, parts, true=true)
+    return Place((move.dim,) * len(axis.names), move.dim if parts else -1, parts, true=true, unit=move.unit)
 
 
 def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _lent(x: torch.Tensor, move: Move, dst: Layout, axes: Axes) -> torch.Tensor:
         sizes = axes[move.axes].sizes
         for i in [None] if all(again) else reversed(range(len(sizes))):  # minor first: the same as jointly
             one = move if i is None else replace(
-                move, axes=move.axes[i : i + 1], true=tuple(split.rooms(n, sizes[:i])[-1] for n in move.true)
+                move, axes=move.axes[i : i + 1], true=tuple(split.rooms(n, sizes[:i], move.unit)[-1] for n in move.true)
             )  # fmt: skip
             place, axis = _place(one, axes[one.axes]), axes[one.axes]
             x = lend(x, axis, place) if i is None or again[i] else all_gather_many([x], axis, [place])[0]

@@ -148,16 +148,18 @@ def block_of(cuts: Sequence[Cut], shard: Shard, padded: bool) -> tuple[list[tupl
 
 @lru_cache(maxsize=65536)
 def boxes_of(
-    cuts: tuple[Cut, ...], flat_counts: tuple[int, ...], shard: Shard, padded: bool, flat_from: int
+    cuts: tuple[Cut, ...], flat_counts: tuple[int, ...], shard: Shard, padded: int, flat_from: int
 ) -> tuple[Box, ...]:
     """The boxes of a shard of any layout that is cut like this."""
-    per_dim, block = block_of(cuts, shard, padded)
+    per_dim, block = block_of(cuts, shard, bool(padded))
     if not flat_counts:
         return tuple(segment_boxes(per_dim, row_major_strides(block), 0, (0,) * len(block), block))
     before, flat = block[:flat_from], block[flat_from:]
     size = math.prod(flat)
-    start, length = (padded_chunk if padded else nested_chunk)(size, flat_counts, shard[-1])
-    room = rooms(size, flat_counts)[-1] if padded else length
+    start, length = nested_chunk(size, flat_counts, shard[-1])
+    if padded:
+        start, length = padded_chunk(size, flat_counts, shard[-1], padded)
+    room = rooms(size, flat_counts, padded)[-1] if padded else length
     strides = (*row_major_strides((*before, room))[:-1], *row_major_strides(flat))
     return tuple(
         box

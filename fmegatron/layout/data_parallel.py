@@ -11,7 +11,7 @@ import torch
 from fmegatron.layout.layout import Layout
 from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import entry_axes
-from fmegatron.layout.split import Split
+from fmegatron.layout.split import Split, rooms
 
 DATA_AXES = ("dp", "fsdp")  # as they are called unless other names are given
 SEQUENCE_AXES = ("cp", "cpi")  # cpi: the inner one of two levels, beside each other in a sequence
@@ -40,6 +40,9 @@ class DataParallel:
     What ranks do not divide is padded at rest (`Layout.padded`): on the dim with the least padding if that is at most
     1/64 of the leaf, else as a range of the flattened leaf, of a stack as ranges of each layer (`Layout.flat_from`). So
     all ranks hold their share on any number of ranks.
+    block: of a state in 8 bits (`optim.contrib.int8(block=256)`): no edge of a shard cuts a block of so many elements
+    of the last dim. Where rooms of the last dim are no multiples of it, another dim is split, or the leaf into ranges
+    that are: `dataclasses.replace(DataParallel.zero3(), block=256)`. 1: edges may be anywhere.
 
         ZeRO-0 (replicated)   axes               ()     ()     ()
         ZeRO-1                axes               ()     ()     axes
@@ -67,8 +70,11 @@ class DataParallel:
     grads: tuple[str, ...] = ()
     optim: tuple[str, ...] = ()
     sequence: tuple[str, ...] = field(default=SEQUENCE_AXES, repr=False)
+    block: int = field(default=1, repr=False, kw_only=True)
 
     def __post_init__(self):
+        if self.block < 1:
+            raise ValueError(f"DataParallel: got block={self.block}, wanted elements of a block, 1 or more")
         for kind in ("axes", "params", "grads", "optim", "sequence"):
             value = getattr(self, kind)
             value = (value,) if isinstance(value, str) else tuple(value)
@@ -209,21 +215,21 @@ class DataParallel:
         # The order of the mesh, so that the minor axis of a dim is the one that is gathered first.
         axes = [name for name in layout.mesh.names if name in self.params]
         behind = whole == tuple(range(len(whole))) and len(whole) < len(layout.shape)
-        found = _split_over(base, axes, [*named, *in_order], len(whole) if behind else None)
+        found = _split_over(base, axes, [*named, *in_order], len(whole) if behind else None, self.block)
         if len(whole) < len(layout.shape):
             _require_split(found, axes, whole)
         return found
 
     def grads_layout(self, params: Layout) -> Layout:
         """Of an accumulated gradient: sharded over `grads` beyond the parameter, and a pending sum over the others."""
-        layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), 0)
+        layout = _split_over(params, self._more(params, self.grads), _contiguous_first(params), 0, self.block)
         pending = tuple(a for a in self.tokens if layout.mesh[a] > 1 and a not in layout.sharded)
         return layout.replace(unreduced=pending)
 
     def optim_layout(self, params: Layout) -> Layout:
         """Of moments, master weights and the updated parameter: sharded over `optim` beyond the parameter."""
         reduced = self.grads_layout(params).replace(unreduced=())
-        return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), 0)
+        return _split_over(reduced, self._more(reduced, self.optim), _contiguous_first(reduced), 0, self.block)
 
     def _more(self, layout: Layout, axes: tuple[str, ...]) -> list[str]:
         return [name for name in layout.mesh.axes(axes) if name not in layout.sharded]
@@ -241,24 +247,30 @@ def _plain(layout: Layout, dim: int) -> bool:
     return not isinstance(layout.spec[dim], Split) or not layout.counts[dim]
 
 
-def _split_over(layout: Layout, axes: list[str], dims: list[int], first: int | None) -> Layout:
+def _split_over(layout: Layout, axes: list[str], dims: list[int], first: int | None, block: int) -> Layout:
     """The layout with every axis put, as the minor one, on the first of `dims` that all ranks can share equally, or
-    where least padding is. first: the dim from which on it may be flattened into ranges; None: it may not."""
+    where least padding is. first: the dim from which on it may be flattened into ranges; None: it may not. block: of
+    elements of the last dim, of which no edge cuts one."""
     for axis in axes:
         if layout.mesh[axis] == 1:
             continue
-        layout = _split_once(layout, axis, dims, first) or layout
+        layout = _split_once(layout, axis, dims, first, block) or layout
     return layout
 
 
-def _split_once(layout: Layout, axis: str, dims: list[int], first: int | None) -> Layout | None:
+def _split_once(layout: Layout, axis: str, dims: list[int], first: int | None, block: int) -> Layout | None:
     """The layout with the axis where it divides: on a dim, else in ranges; else where it pads least. None: nowhere."""
     ranks, held = layout.mesh[axis], _room(layout)
     if not layout.is_even_otherwise or 0 in layout.shape or not layout.shape:
         return None  # the uneven layout of a rule stays what it is
     on_dims = [_on_dim(layout, axis, dim) for dim in dims if not layout.flat]
-    first = layout.flat_from if layout.flat else first
-    in_ranges = [] if first is None else [layout.replace(flat=(*layout.flat, axis), flat_from=first, padded=True)]
+    if len(layout.shape) - 1 == (layout.flat_from if layout.flat else first or 0) and layout.shape[-1] % block:
+        block = 1  # of a row with a shorter block at its end no padding may begin within one
+    on_dims = [found for found in on_dims if block == 1 or found.axes(-1) == layout.axes(-1) or _whole(found, block)]
+    first, in_ranges = layout.flat_from if layout.flat else first, []
+    if first is not None:
+        unit = _unit(layout, block)
+        in_ranges = [layout.replace(flat=(*layout.flat, axis), flat_from=first, padded=unit)]
     for found in on_dims if first else (*on_dims, *in_ranges):  # of a stack matrices before equal ranges
         if _room(found) * ranks == held:
             return found
@@ -274,6 +286,21 @@ def _on_dim(layout: Layout, axis: str, dim: int) -> Layout:
     entry, names = spec[dim], (*entry_axes(spec[dim]), axis)
     spec[dim] = Split(names, entry.parts) if isinstance(entry, Split) and layout.counts[dim] else names
     return layout.replace(spec=tuple(spec), padded=True)
+
+
+def _whole(layout: Layout, block: int) -> bool:
+    """Whether no edge on the last dim cuts a block of it, nor padding begins within one."""
+    width, parts, ways = min(block, layout.shape[-1]), layout.parts[-1], math.prod(layout.counts[-1])
+    edges = [rooms(part, layout.counts[-1])[-1] for part in parts]
+    exact = all(edge * ways == part for edge, part in zip(edges, parts, strict=True))
+    return not any(n % width for n in (edges if exact else (*edges, *parts)))
+
+
+def _unit(layout: Layout, block: int) -> int:
+    """Of which ranges are multiples, so that no edge cuts a block of the last dim: a block, or, where rows end with a
+    shorter one, a row."""
+    width, row = min(block, layout.shape[-1]), layout.replace(flat=(), unreduced=()).local_shape(0)[-1]
+    return row if row % width else width
 
 
 def _room(layout: Layout) -> int:

@@ -70,8 +70,9 @@ class Layout:
     ranges from dim 1 are ranges of each layer, and the local tensor is [L, range].  padded: where ranks do not divide,
     every local tensor has the room of the largest, so that all ranks have one shape (but for dims cut by sizes). Behind
     the true elements of each chunk (of each interleaved part, of a range) then is padding: zeros, which are in no box
-    and no file. False where all divides.  memory: where arrays rest, "device", "host", or "host-update", on the host
-    and updated there: see `step.state_specs`.
+    and no file. False where all divides. A number: ranges, too, where they divide, are multiples of so many elements,
+    so that no edge cuts a block of a state in 8 bits; True where they are without it.  memory: where arrays rest,
+    "device", "host", or "host-update", on the host and updated there: see `step.state_specs`.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim,
     ranges from a dim that is not there.
@@ -89,7 +90,7 @@ class Layout:
     spec: tuple[Entry, ...] = ()
     unreduced: tuple[str, ...] = field(default=(), kw_only=True)
     flat: tuple[str, ...] = field(default=(), kw_only=True)
-    padded: bool = field(default=False, kw_only=True)
+    padded: int = field(default=False, kw_only=True)
     flat_from: int = field(default=0, kw_only=True)
     memory: str = field(default="device", kw_only=True)
 
@@ -143,7 +144,10 @@ class Layout:
                 f"layout {self.shape}: got ranges from dim {self.flat_from} on, wanted one of its dims, or 0; leave "
                 "out flat_from, or give the array another dim"
             )
-        put(self, "padded", bool(self.padded) and not self._divides_otherwise)
+        if self.padded < 0:
+            raise ValueError(f"layout {self.shape}: got padded={self.padded}, wanted True, False, or a unit of ranges")
+        put(self, "padded", self._unit_of_ranges)
+        put(self, "padded", self.padded if self.padded > 1 else bool(self.padded) and not self._divides_otherwise)
 
     def _canonical(self, value: Entry, size: int) -> Entry:
         """The entry of a dim: assigned pieces with their sizes, or as the plain split that is the same."""
@@ -257,11 +261,11 @@ class Layout:
 
     def segments(self, rank: int, dim: int) -> tuple[Segment, ...]:
         """The pieces of a dim that a rank holds, before any flattening: (global start, local start, length)."""
-        return segments(self.cuts[dim], self.mesh.index(rank, self.axes(dim)), self.padded)
+        return segments(self.cuts[dim], self.mesh.index(rank, self.axes(dim)), bool(self.padded))
 
     def block_shape(self, shard: Shard) -> tuple[int, ...]:
         """Shape of a shard's block after the dims are split and before it is flattened."""
-        return block_of(self.cuts, shard, self.padded)[1]
+        return block_of(self.cuts, shard, bool(self.padded))[1]
 
     # ---- what a rank holds
 
@@ -273,7 +277,7 @@ class Layout:
             return block
         size, k = math.prod(block[self.flat_from :]), self.flat_from
         if self.padded:
-            return (*block[:k], rooms(size, self.flat_counts)[-1])
+            return (*block[:k], rooms(size, self.flat_counts, self.padded)[-1])
         return (*block[:k], nested_chunk(size, self.flat_counts, shard[-1])[1])
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -302,7 +306,7 @@ class Layout:
         """The shards that hold something of [start, stop); with flat axes a few may turn out to hold nothing of it."""
         per_dim = []
         for cut, lo, hi in zip(self.cuts, start, stop, strict=True):
-            per_dim.append(overlapping_indices(cut, lo, hi, self.padded))
+            per_dim.append(overlapping_indices(cut, lo, hi, bool(self.padded)))
         for indices in itertools.product(*per_dim):
             for flat_index in self._flat_indices(indices, start, stop):
                 yield (*indices, flat_index)
@@ -311,7 +315,7 @@ class Layout:
         """Flat ranges of a block that may hold something of [start, stop)."""
         if not self.flat_counts:
             return [0]
-        per_dim, block = block_of(self.cuts, indices, self.padded)
+        per_dim, block = block_of(self.cuts, indices, bool(self.padded))
         size = math.prod(block[self.flat_from :])
         strides = [0] * self.flat_from + list(row_major_strides(block[self.flat_from :]))
         first = last = 0
@@ -332,7 +336,7 @@ class Layout:
     @property
     def is_even_otherwise(self) -> bool:
         """Whether ranks that hold equal pieces of the dims that are assigned (stages of a pipeline) have one shape."""
-        return self.padded or self._divides_otherwise
+        return bool(self.padded) or self._divides_otherwise
 
     @cached_property
     def assigned(self) -> tuple[int, ...]:
@@ -347,6 +351,8 @@ class Layout:
     @cached_property
     def _divides_otherwise(self) -> bool:
         """Whether ranks that hold equal pieces of the dims that are assigned hold equally many elements."""
+        if self.padded > 1:
+            return False
         flat = self.flat_from if self.flat else len(self.cuts)
         # Of nothing all ranges are as long, however its dims are cut.
         cuts = self.cuts[:flat] if 0 in self.shape[flat:] else self.cuts
@@ -354,11 +360,19 @@ class Layout:
             return False
         return not self.flat or all(size % math.prod(self.flat_counts) == 0 for size in self._blocks)
 
+    @property
+    def _unit_of_ranges(self) -> int:
+        """What is given as `padded`; a unit only where it makes other ranges."""
+        counts = self.flat_counts
+        if self.padded > 1 and all(rooms(n, counts, self.padded)[1:] == rooms(n, counts)[1:] for n in self._blocks):
+            return True
+        return self.padded
+
     @cached_property
     def _blocks(self) -> tuple[int, ...]:
         """How many elements are flattened and cut into ranges, if any: one number but for assigned dims."""
         lengths = [
-            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, self.padded)]
+            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, bool(self.padded))]
             for cut in self.cuts[self.flat_from :]
         ]
         return tuple(sorted({math.prod(block) for block in itertools.product(*lengths)}))
@@ -374,11 +388,12 @@ class Layout:
         """Axes along which some ranks have padding where others have elements, in the order of the mesh."""
         if not self.padded:
             return ()
-        cuts = [(self.axes(d), cut.counts, cut.parts) for d, cut in enumerate(self.cuts) if not cut.order]
+        cuts = [(self.axes(d), cut.counts, cut.parts, 1) for d, cut in enumerate(self.cuts) if not cut.order]
         found = set()
-        for axes, counts, parts in [*cuts, (self.flat, self.flat_counts, self._blocks)]:
+        for axes, counts, parts, unit in [*cuts, (self.flat, self.flat_counts, self._blocks, self.padded)]:
             big = [name for name in axes if self.mesh[name] > 1]
-            found.update(name for i, name in enumerate(big) if any(rooms(n, counts)[i] % counts[i] for n in parts))
+            for room in [rooms(n, counts, unit) for n in parts]:
+                found.update(name for i, name in enumerate(big) if room[i] != room[i + 1] * counts[i])
         return tuple(name for name in self.mesh.names if name in found)
 
     @cached_property
@@ -465,7 +480,7 @@ class Layout:
             "spec": [entry_to_json(e) for e in self.spec],
             "unreduced": list(self.unreduced),
             "flat": list(self.flat),
-            **({"padded": True} if self.padded else {}),
+            **({"padded": self.padded} if self.padded else {}),
             **({"flat_from": self.flat_from} if self.flat_from else {}),
         }
 

@@ -75,7 +75,8 @@ def entry_from_json(value: Any) -> Entry:
 def one_line(layout) -> str:
     """The one-line form of a layout: `bf16[8192@fsdp, (512+128+128)@tp] flat@dp unreduced@cp on dp2·cp2·fsdp4·tp2`.
 
-    A padded one states it before the mesh, and one in host memory: `f32[8192@fsdp] padded host on fsdp3`. Pieces of
+    A padded one states it before the mesh, with the unit of ranges where that is not 1, and one in host memory:
+    `f32[8192@fsdp] padded host on fsdp3`, `f32[8192, 96] flat@fsdp padded 32 on fsdp7`. Pieces of
     sizes of their own have bars between them, `f32[(3|4|4|1)@pp] on pp4`, and the ranks that hold them:
     `f32[(2|2|2|2)@pp order 0-1-1-0] on pp2`.
     """
@@ -83,7 +84,8 @@ def one_line(layout) -> str:
     flat = f" flat@{'·'.join(layout.flat)}" if layout.flat else ""
     flat += f" from dim {layout.flat_from}" if layout.flat_from else ""
     unreduced = f" unreduced@{'·'.join(layout.unreduced)}" if layout.unreduced else ""
-    rest = f"{' padded' if layout.padded else ''}{f' {layout.memory}' if layout.on_host else ''}"
+    rest = f"{' padded' if layout.padded else ''}{f' {layout.padded}' if layout.padded > 1 else ''}"
+    rest += f" {layout.memory}" if layout.on_host else ""
     return f"{dtype_name(layout.dtype)}[{dims}]{flat}{unreduced}{rest} on {layout.mesh}"
 
 

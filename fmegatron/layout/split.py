@@ -177,20 +177,23 @@ def nested_chunk(size: int, counts: tuple[int, ...], index: int) -> tuple[int, i
     return start, size
 
 
-def rooms(size: int, counts: Sequence[int]) -> tuple[int, ...]:
+def rooms(size: int, counts: Sequence[int], unit: int = 1) -> tuple[int, ...]:
     """The room of a padded dim and of its chunks, axis after axis: each the one before divided by a count, rounded up.
 
-    >>> rooms(10, (2, 3))
-    (10, 5, 2)
+    unit: of which the rooms of chunks are multiples.
+
+    >>> rooms(10, (2, 3)), rooms(10, (2, 3), 4)
+    ((10, 5, 2), (10, 8, 4))
     """
-    found = [size]
+    found, units = [size], -(-size // unit)
     for count in counts:
-        found.append(-(-found[-1] // count))
+        units = -(-units // count)
+        found.append(units * unit)
     return tuple(found)
 
 
-def padded_chunk(size: int, counts: tuple[int, ...], index: int) -> tuple[int, int]:
-    """(start, true length) of a chunk that has the same room, rooms(size, counts)[-1], on all ranks.
+def padded_chunk(size: int, counts: tuple[int, ...], index: int, unit: int = 1) -> tuple[int, int]:
+    """(start, true length) of a chunk that has the same room, rooms(size, counts, unit)[-1], on all ranks.
 
     An inner axis cuts the room of the outer chunk, also of the last one, whose true length may be shorter: that is the
     only difference to `nested_chunk`, and there is none where all outer axes divide.
@@ -200,7 +203,7 @@ def padded_chunk(size: int, counts: tuple[int, ...], index: int) -> tuple[int, i
     """
     start, stop = 0, size
     below = math.prod(counts)
-    for count, room in zip(counts, rooms(size, counts)[1:], strict=True):
+    for count, room in zip(counts, rooms(size, counts, unit)[1:], strict=True):
         below //= count
         start += index // below * room
         stop, index = min(stop, start + room), index % below
@@ -209,19 +212,20 @@ def padded_chunk(size: int, counts: tuple[int, ...], index: int) -> tuple[int, i
 
 
 def overlapping_chunks(
-    size: int, counts: tuple[int, ...], start: int, stop: int, padded: bool = False
+    size: int, counts: tuple[int, ...], start: int, stop: int, padded: int = False
 ) -> list[tuple[int, int, int]]:
     """All (joint index, chunk start, chunk length) of `nested_chunk` that share an index with [start, stop).
 
-    padded: of `padded_chunk`; the lengths are then those of rooms, but for the last of a single axis.
+    padded: of `padded_chunk` with this unit (True: 1); the lengths are then those of rooms, but for the last of a
+    single axis.
     Costs what it returns: no chunk outside the range is looked at.
     """
     if start >= stop:
         return []
     if not counts:
         return [(0, 0, size)]
-    count, inner = counts[0], counts[1:]
-    step = -(-size // count)
+    inner = counts[1:]
+    step = rooms(size, counts[:1], padded or 1)[-1]
     if not inner:
         return [(i, i * step, min(step, size - i * step)) for i in range(start // step, (stop - 1) // step + 1)]
     found, below = [], 1

@@ -117,7 +117,7 @@ def at_rest(
 def _beside(strategy: DataParallel, kept: tuple[str, ...]) -> DataParallel:
     """The strategy for an array that some of its axes split for another reason: without these."""
     kinds = (strategy.axes, strategy.params, strategy.grads, strategy.optim, strategy.sequence)
-    return DataParallel(*(tuple(name for name in kind if name not in kept) for kind in kinds))
+    return DataParallel(*(tuple(name for name in kind if name not in kept) for kind in kinds), block=strategy.block)
 
 
 def _meant(strategy: DataParallel | None) -> dict[str, str]:

@@ -33,7 +33,8 @@ def layouts(
 ) -> Layout:
     """Any layout: even, uneven, several axes on a dim, interleaved, flattened, replicated; unreduced if asked.
 
-    padded: False, True (all ranks of one shape), or None for either. assigned: pieces too of any sizes and order.
+    padded: False, True (all ranks of one shape, ranges perhaps in multiples of a unit), or None for either.
+    assigned: pieces too of any sizes and order.
     """
     padded = draw(st.booleans()) if padded is None else padded
     shape = draw(shapes()) if shape is None else shape
@@ -64,5 +65,6 @@ def layouts(
         else:
             spec.append(axes)
     flat, first = places["flat"], draw(st.integers(0, max(0, len(shape) - 1)))
+    padded = draw(st.sampled_from([True, True, 2, 3])) if padded and flat else padded
     cuts = {"flat": flat, "flat_from": first if flat else 0, "padded": padded}
     return Layout(shape, dtype, mesh, tuple(spec), unreduced=places["unreduced"], **cuts)

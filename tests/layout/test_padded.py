@@ -34,11 +34,16 @@ def test_true_elements_are_held_once_and_all_rooms_are_one(layout):
     assert (held == layout.replicas * layout.mesh.extent(layout.unreduced)).all()
     assert all(len(shapes_of_ranks) == 1 for shapes_of_ranks in rooms.values())
     assert layout.is_even_otherwise and layout.is_even == (not layout.assigned)
-    assert layout.padded == bool(layout.padding_axes) == (not layout.replace(padded=False).is_even_otherwise)
+    assert bool(layout.padded) == bool(layout.padding_axes)
+    if layout.padded > 1:  # only where it makes other ranges
+        assert layout.local_shape(0)[-1] % layout.padded == 0
+        assert layout.flat_counts and layout != layout.replace(padded=True)
+    else:
+        assert bool(layout.padded) == (not layout.replace(padded=False).is_even_otherwise)
     assert layout.nbytes == math.prod(layout.shape) * 4
     check_cover(layout)
     alone = layout.replace(padded=False)
-    assert alone.padded is False and alone.divides == layout.divides
+    assert alone.padded is False and (alone.divides == layout.divides or layout.padded > 1 and not layout.divides)
     if not layout.padded:  # canonical
         assert layout == alone and hash(layout) == hash(alone) and layout.to_json() == alone.to_json()
     else:

@@ -77,6 +77,14 @@ def parse_manifest(value: dict[str, Any]) -> Manifest:
     return Manifest(step, metadata, tuple(meshes), leaves, arrays, count, finite=finite, version=version)
 
 
+def _padded(value: Any) -> int:
+    if value is None or value is True:
+        return value is True
+    if type(value) is not int or not 1 < value < MOST_STEP:
+        raise ValueError(f"got padded {shown(value)}, wanted true, or a unit of ranges, 2 or more")
+    return value
+
+
 def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout:
     """The layout that a leaf had when it was written. Raises ValueError."""
     number, spec = _child(leaf.layout, "mesh", int), _child(leaf.layout, "spec", list)
@@ -107,7 +115,7 @@ def parse_layout(leaf: StoredLeaf, meshes: tuple[dict[str, Any], ...]) -> Layout
         "spec": spec,
         "flat": list(_names(_child(leaf.layout, "flat", list))),
         "unreduced": [],
-        "padded": leaf.layout.get("padded") is True,
+        "padded": _padded(leaf.layout.get("padded")),
         "flat_from": _child({"flat_from": 0, **leaf.layout}, "flat_from", int),
         "mesh": parse_mesh(meshes[number]).to_json(),
     }

@@ -98,6 +98,10 @@ def one_chunk(name: str, n: int, dtype: str) -> Array:
     return Array(name, (n,), dtype, (n,), band_shape((n,), dtype_of(dtype).itemsize))
 
 
+def _padded(unit: int) -> tuple[str | int, ...]:
+    return ("padded", unit) if unit > 1 else ("padded",)
+
+
 def plan_digest(plans: Sequence[LeafPlan]) -> str:
     """A digest of what is stored and how; ranks that save together must have the same."""
     meshes: dict[Mesh, int] = {}  # few; the text of one costs more than all else of a leaf
@@ -107,7 +111,7 @@ def plan_digest(plans: Sequence[LeafPlan]) -> str:
             p.layout.shape,
             p.layout.dtype,
             p.layout.spec,
-            (p.layout.flat, "padded") if p.layout.padded else p.layout.flat,
+            (p.layout.flat, *_padded(p.layout.padded)) if p.layout.padded else p.layout.flat,
             *([p.layout.flat_from] if p.layout.flat_from else []),
             meshes.setdefault(p.layout.mesh, len(meshes)),
         )

@@ -335,7 +335,7 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
         parts = entry.lengths(n) if isinstance(entry, Split) else (n,)
         unit, start, order = 0, 0, layout.cuts[dim].order
         for part in parts:
-            unit = math.gcd(unit, start, 0 if order else _inner_cuts(part, counts, layout.padded))
+            unit = math.gcd(unit, start, 0 if order else _inner_cuts(part, counts, bool(layout.padded)))
             start += part
         units.append(unit)
         if layout.flat and dim >= layout.flat_from:
@@ -358,15 +358,15 @@ def cut_unit(layout: Layout) -> tuple[int, ...]:
     return tuple(u or n for u, n in zip(units, layout.shape, strict=True))
 
 
-def _inner_cuts(n: int, counts: Sequence[int], padded: bool = False) -> int:
+def _inner_cuts(n: int, counts: Sequence[int], padded: int = False) -> int:
     """The gcd of all cuts inside [0, n) when it is chunked over `counts`, axis after axis; 0 when there is none.
 
-    padded: into rooms, of which all are of one size.
+    padded: into rooms, of which all are of one size, a multiple of this unit (True: of 1).
     """
     if not counts or n == 0:
         return 0
     if padded:
-        return math.gcd(*(room for room in split.rooms(n, counts)[1:] if room < n))
+        return math.gcd(*(room for room in split.rooms(n, counts, padded)[1:] if room < n))
     step = -(-n // counts[0])
     unit = step if step < n else 0
     for size in {step, n % step} - {0}:

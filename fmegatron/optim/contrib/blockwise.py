@@ -25,7 +25,9 @@ class Blockwise:
 
     block: rows of a leaf [..., n] are cut into blocks, the last one of which may be shorter; one at least as long as
     the rows gives a scale per row. The scales are the array [..., ⌈n/block⌉], laid out as the leaf. No result
-    depends on the mesh; in return no edge of a shard may cut a block (ValueError, with a block that fits).
+    depends on the mesh; in return no edge of a shard may cut a block (ValueError, with a block that fits): a strategy
+    that knows the block cuts none (`DataParallel.block`), on any number of ranks. Padding is zeros, which no block
+    notices.
     fit: where an edge would cut a block, take the longest blocks that fit instead (the greatest common divisor of
     `block` and what is between edges). It serves every even layout, but values and the shape of the scales then
     depend on how the mesh cuts the leaf: its checkpoint is restored onto a mesh that cuts it in the same places.
@@ -71,7 +73,9 @@ class Blockwise:
             codes.append(self.grid.encode(y, not self.root).flatten(-2))
             scales.append(scale)
         scale = joined(scales, -1)
-        return {"codes": joined(codes, -1).reshape(x.shape), "scale": scale.flatten() if _is_flat(layout) else scale}
+        if layout is not None and layout.flat:
+            scale = scale.flatten(layout.flat_from)
+        return {"codes": joined(codes, -1).reshape(x.shape), "scale": scale}
 
     def decode(self, stored: dict[str, torch.Tensor], layout: Layout | None) -> torch.Tensor:
         """The float32 that `encode` was given, up to the precision of the grid."""
@@ -79,7 +83,7 @@ class Blockwise:
         row, width = self._row_and_width(codes, layout)
         lead = _lead(codes, layout)
         scale = stored["scale"].view(*lead, -(-row // width))
-        for part in _cut(self.grid.decode(codes, not self.root).view(*lead, row), width):
+        for part in map(_declared(layout), _cut(self.grid.decode(codes, not self.root).view(*lead, row), width)):
             count = part.shape[-2]
             own = scale if count == scale.shape[-1] else scale[..., at : at + count]
             y = part * own.unsqueeze(-1)
@@ -95,7 +99,7 @@ class Blockwise:
             row = x.shape[-1] if x.dim() else 1
             return row, min(self.block, row)
         width, row = self._width("", layout), layout.replace(flat=()).local_shape(0)[-1] if layout.shape else 1
-        return (width if _is_flat(layout) and row % width == 0 else row), width
+        return (width if layout.flat and row % width == 0 else row), width
 
     def _width(self, path: str, layout: Layout) -> int:
         """Elements of a block. ValueError where an edge of a shard would cut one."""
@@ -105,23 +109,26 @@ class Blockwise:
         last = len(layout.shape) - 1
         count, between = math.prod(layout.counts[last]), []
         if count > 1:
-            between += [split.rooms(part, layout.counts[last])[-1] for part in layout.parts[last]]
+            parts = layout.parts[last]
+            between += [split.rooms(part, layout.counts[last])[-1] for part in parts]
+            between += parts if layout.padded else []  # a part begins with a block in rows that are full, too
         if layout.flat_counts:
-            shape = layout.replace(flat=()).local_shape(0)
-            length = split.rooms(math.prod(shape), layout.flat_counts)[-1]
-            between += [] if length % shape[-1] == 0 else [length, shape[-1]]
-        if between and not layout.divides:
+            row, length = layout.replace(flat=()).local_shape(0)[-1], layout.local_shape(0)[-1]
+            between += [] if length % row == 0 else [length, row]
+        if between and not layout.is_even:
             raise ValueError(
-                f"{path}: got {layout}, whose rows are cut into uneven or padded pieces, wanted rows that all ranks "
-                "divide, or in full; leave it in Float32(), or use a mesh that divides it"
+                f"{path}: got {layout}, whose rows are cut into uneven pieces, wanted rooms of one size; pad it "
+                "(padded=True), or leave it in Float32()"
             )
         if any(n % width for n in between):
-            fits = math.gcd(width, *between)
-            if not self.fit:
+            fits, ranks = math.gcd(width, *between), f"give the strategy the block, DataParallel(..., block={width})"
+            if not self.fit or layout.padded:
+                other = "leave it in Float32()" if layout.padded else f"give block={fits}, or fit=True (blocks then"
+                other += "" if layout.padded else " depend on the mesh)"
                 raise ValueError(
                     f"{path}: got blocks of {width} elements of the last dim of {layout}, but an edge of a shard every"
                     f" {' and '.join(str(n) for n in dict.fromkeys(between))} elements, wanted a block that divides"
-                    f" them; give block={fits}, or fit=True (blocks then depend on the mesh)"
+                    f" them; {ranks}, or {other}"
                 )
             width = fits
         return width
@@ -135,7 +142,11 @@ class Blockwise:
             parts = layout.parts[-1]
             aligned = not any(part % width for part in parts)
             entry = Split(entry.axes, tuple(part // width for part in parts)) if aligned else entry.axes
+        row, padded = layout.replace(flat=()).local_shape(0)[-1], layout.padded
+        if padded > 1:  # ranges of so many blocks
+            padded = padded // row * -(-row // width) if row % width else padded // width
         return layout.replace(
+            padded=padded,
             shape=(*layout.shape[:-1], -(-layout.shape[-1] // width)),
             dtype=torch.float32,
             spec=(*layout.spec[:-1], entry),
@@ -150,8 +161,10 @@ def in_blocks(node: Any) -> bool:
 
 
 def _lead(x: torch.Tensor, layout: Layout | None) -> tuple[int, ...]:
-    """The dims before the last one of a leaf seen as rows; one dim of rows for what is flat."""
-    return (-1,) if _is_flat(layout) else tuple(x.shape[:-1])
+    """The dims before the last one of a leaf seen as rows; one dim of rows for what is flattened."""
+    if layout is not None and layout.flat:
+        return (*x.shape[: layout.flat_from], -1)
+    return tuple(x.shape[:-1])
 
 
 def _cut(rows: torch.Tensor, width: int) -> list[torch.Tensor]:
@@ -166,20 +179,24 @@ def _cut(rows: torch.Tensor, width: int) -> list[torch.Tensor]:
 
 
 def _declared(layout: Layout | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rows in blocks [..., N // width, width], of which the axes of the last dim split the blocks and never a block.
+    """Rows in blocks [..., N // width, width], of which the axes of the last dim split the blocks and never a block,
+    and those of ranges the rows.
 
     Where a rank has one block (of each part), sizes leave open which: to a check the maximum of a block may
     be that of a rank's piece of one.
     """
-    axes = [] if layout is None or not layout.shape else layout.axes(len(layout.shape) - 1)
-    names = tuple(axis for axis in axes if layout is not None and layout.mesh[axis] > 1)
-    if layout is None or not names or _is_flat(layout):
-        return lambda part: part
-    return lambda part: ops.declare(part, Axes(layout.mesh)[names], ("sharded", part.dim() - 2))
+    if layout is None or not layout.shape:
+        return _as_it_is
+    names = tuple(axis for axis in layout.flat or layout.axes(-1) if layout.mesh[axis] > 1)
+    if not names:
+        return _as_it_is
+    return lambda part: ops.declare(
+        part, Axes(layout.mesh)[names], ("sharded", layout.flat_from if layout.flat else part.dim() - 2)
+    )
 
 
-def _is_flat(layout: Layout | None) -> bool:
-    return layout is not None and bool(layout.flat)
+def _as_it_is(part: torch.Tensor) -> torch.Tensor:
+    return part
 
 
 def float8(

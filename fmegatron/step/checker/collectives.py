@@ -215,21 +215,23 @@ def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: place
     for dim in range(len(x.dims)):
         names = axes_on(axes, place, dim)
         if names:
-            x = _dim_cut(scope, node, x, dim, names, place.parts if dim == place.interleaved else (), true.get(dim))
+            parts = place.parts if dim == place.interleaved else ()
+            x = _dim_cut(scope, node, x, dim, names, parts, true.get(dim), 1 if place.block else place.unit)
     if not place.block:
         return x
     first = place.first
     flattened = size_of(tuple(atom for dim in x.dims[first:] for atom in dim))
     x = reshaped(scope, node, x, (*map(size_of, x.dims[:first]), flattened))
     flat = axes_on(axes, place, places.FLAT)
-    return _dim_cut(scope, node, x, first, flat, (), true.get(places.FLAT), ranges=True) if flat else x
+    return _dim_cut(scope, node, x, first, flat, (), true.get(places.FLAT), place.unit, ranges=True) if flat else x
 
 
 def _dim_cut(
     scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...],
-    true: tuple[int, ...] | None = None, ranges: bool = False,
+    true: tuple[int, ...] | None = None, unit: int = 1, ranges: bool = False,
 ) -> Value:  # fmt: skip
-    """true: sizes of the parts of the dim where what is left is padded. ranges: of a flattened block."""
+    """true: sizes of the parts of the dim where what is left is padded, in rooms that are multiples of `unit`. ranges:
+    of a flattened block."""
     atoms, n = x.dims[dim], scope.mesh.extent(axes)
     folds = folds_of(atoms)
     for fold in folds:
@@ -238,13 +240,13 @@ def _dim_cut(
     whole = joined(canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms)))
     dims = list(x.dims)
     if true is not None:
-        room = sum(split.rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
+        rooms = [split.rooms(part, [scope.mesh[axis] for axis in axes], unit)[-1] for part in true]
         first = whole[0] if len(whole) == 1 and not whole[0].runs else None
         if first is None or folds or ranges:
-            dims[dim] = (Atom(room, axes, frozenset(), () if folds else whole),)
+            dims[dim] = (Atom(sum(rooms), axes, frozenset(), () if folds else whole),)
         else:
-            cuts = starts_of(split.rooms(part, [scope.mesh[axis] for axis in axes])[-1] for part in true)
-            dims[dim] = (Atom(room, (*(first.axes or ()), *axes), cuts, first.inner),)
+            cuts = starts_of(rooms)
+            dims[dim] = (Atom(sum(rooms), (*(first.axes or ()), *axes), cuts, first.inner),)
         return replace(x.with_dims(dims), constant=x.constant if x.constant == 0 else None)
     if folds:
         dims[dim] = plain(size_of(atoms) // n)

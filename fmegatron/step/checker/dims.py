@@ -293,8 +293,9 @@ def viewed(dims: Sequence[Dim], shape: Sequence[int]) -> Viewed | None:
             lost[flat.pop(0).axes or ()] = ones
         elif wanted == 1 and flat and flat[0].size == 1:
             dim.append(flat.pop(0))
-        elif wanted == 1 and flat and flat[0].sharded and flat[0].plain and not flat[0].cuts:
-            # One of several shards of (heads, width) is (1, width): the new dim may be the one that is sharded.
+        elif wanted == 1 and flat and flat[0].sharded and _of_one_kind(flat[0]) and not flat[0].cuts:
+            # One of several shards of (heads, width) is (1, width): the new dim may be the one that is sharded. So of a
+            # range that is one row.
             behind = _behind(shape, at)
             lost[flat[0].axes] = None if behind is None else (at, behind)
             flat[0] = Atom(flat[0].size, ())
@@ -345,6 +346,11 @@ def viewed_with_ones(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | N
         return None
     rest = iter(found.dims)
     return [() if n == 1 else next(rest) for n in shape]
+
+
+def _of_one_kind(atom: Atom) -> bool:
+    """Whether its own axes are all that shard it."""
+    return atom.plain or bool(atom.inner and not over(atom.inner) and not atom.runs and not atom.fold)
 
 
 def _ones(dims: Sequence[Dim], shape: Sequence[int], at: int) -> tuple[int, ...]:
