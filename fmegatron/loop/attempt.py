@@ -22,6 +22,7 @@ from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
 from fmegatron.loop.losses import BadLoss, RollBack, RunAgain
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch
+from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.reading import Begun, Reading, own_part
 from fmegatron.loop.rerun import good_step, rerun
 from fmegatron.loop.restart import Restarts, started
@@ -98,6 +99,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
     """From the newest state to the end, or to an error."""
     run, pulse, stop, inject = own.run, own.pulse, own.stop, own.inject
     world, lead, first = run.world, run.world.rank == 0, not own.began
+    shown, measured = Onlooker("what a run shows of itself"), Onlooker("the meter")
     pulse.enter("setup")
     with ExitStack() as open_:
         inject("setup", 0)
@@ -110,9 +112,9 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         if first:
             started(run.folder / "starts.json", begun.step, run.restart, world)
         if lead:
-            own.settings.write(run.folder / "config.json")
+            shown(own.settings.write, run.folder / "config.json")
             if first and (text := _startup(run, own.reading, data, steps)):
-                print(text, flush=True)
+                shown(print, text, flush=True)
         records = JsonLines(run.folder / "metrics.jsonl", after=run.start, mesh=str(run.mesh))
         loggers = [logger for logger in run.loggers if first or hasattr(logger, "resume")]
         log = open_.enter_context(Loggers(Table(), records, *loggers, active=lead, after=run.start))
@@ -130,6 +132,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
         if run.options.log.straggler_ratio is not None and world.size > 1:
             times = Stragglers(world, run.folder / "ranks.jsonl", run.options.log.straggler_ratio)
             step = times.timed(step)
+            open_.callback(times.close)
         infos = train(
             step,
             run.state,
@@ -152,7 +155,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                 own.began = True
                 if info.metrics:
                     observed.look()
-                    record = meter.record(info)
+                    record = measured(meter.record, info) or info.record()
                     with meter.section("log"):
                         log(info.step, record)
                     if times is not None:
@@ -161,7 +164,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                         run.metrics = dict(info.metrics)
                     own.check_metrics(info.metrics)
                 if lead and first and info.step == run.start + 1:
-                    print(memory(run.planned_bytes, world.device, info.seconds), flush=True)
+                    shown(print, memory(run.planned_bytes, world.device, info.seconds), flush=True)
                 if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
                     _compare(run, info)
                 evaluates = bool(run.evaluations) and (info.last or info.step % run.options.log.eval_every == 0)
@@ -175,7 +178,7 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                     _evaluate(own, info, log, meter)
                 if stop.signal is None:
                     known, look = {**info.metrics, **run.metrics}, lead and bool(info.metrics)
-                    stop.signal = run.options.until.reached(known, time.monotonic() - run.began, look)
+                    stop.signal = shown(run.options.until.reached, known, time.monotonic() - run.began, look)
                 pulse.enter("caller")
                 events.step = info.step
                 with meter.section("caller"):
@@ -184,7 +187,8 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                     events("stopped", info.step, why=stop.signal)
                 if info.stopping and lead:
                     why = f", as {stop.signal}" if stop.signal and not stop.signal.startswith("SIG") else ""
-                    print(f"stopped after step {info.step}{why}; the same command goes on from there", flush=True)
+                    text = f"stopped after step {info.step}{why}; the same command goes on from there"
+                    shown(print, text, flush=True)
         except GeneratorExit:  # the caller has left the loop: not an error of this rank
             manager.close(wait=world.size == 1)
             raise

@@ -5,9 +5,12 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import torch
+
+from fmegatron.loop.json_lines import Lines, read_lines
+from fmegatron.loop.onlookers import Onlooker
 
 
 class Events:
@@ -20,21 +23,15 @@ class Events:
 
     def __init__(self, path: str | os.PathLike, active: bool = True):
         self.path, self.active, self.step = Path(path), active, 0
-        self._file: TextIO | None = None
+        self._lines, self._onlooker = Lines(path), Onlooker(f"events in {path}")
 
     def __call__(self, event: str, step: int, **values: object) -> None:
         """Append one event; values: JSON values."""
         self.step = step
         if not self.active:
             return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a")
-            if _torn(self.path):
-                self._file.write("\n")
         line = {"time": round(time.time(), 3), "event": event, "step": step, **values}
-        self._file.write(json.dumps(line, default=str) + "\n")
-        self._file.flush()
+        self._onlooker(lambda: self._lines.append(json.dumps(line, default=str)))
 
     def started(self, step: int, **values: object) -> None:
         """The process is about to make its first update, or the first after a resume."""
@@ -49,31 +46,19 @@ class Events:
             self("ended" if kind is None else "left", self.step)
         else:
             self("failed", self.step, error=f"{kind.__name__}: {error}"[:2000])
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _torn(path: Path) -> bool:
-    """Whether the last line of a file has no end, as a crash leaves it."""
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        return file.read(1) not in (b"", b"\n")
+        self._onlooker(self._lines.close)
+        self._onlooker.summary()
 
 
 def read_events(path: str | os.PathLike) -> list[dict]:
     """The events of a file in order, without lines that a crash has torn; [] where there is none."""
     try:
-        text = Path(path).read_text(errors="replace")
+        return [event for _, event in read_lines(path, _event)[0]]
     except FileNotFoundError:
         return []
-    found = []
-    for line in text.split("\n"):
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and isinstance(event.get("event"), str):
-            found.append(event)
-    return found
+
+
+def _event(value: Any) -> dict[str, Any]:
+    if not isinstance(value["event"], str):
+        raise TypeError
+    return value

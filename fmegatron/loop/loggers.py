@@ -2,31 +2,33 @@
 
 A logger is anything with `write(step, values)` and `close()`. Files are opened at the first write, so that a logger may
 be made on every rank and `Log` may write on one. One that has `resume(step)` is called with the step from which a run
-goes on, before it writes.
+goes on, before it writes. What a logger raises is a warning, the first time, and never ends a run.
 """
 
-import json
-import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fmegatron.files import whole
+from fmegatron.loop.json_lines import Lines, metrics_line, metrics_record, read_lines
 from fmegatron.loop.meter import QUIET
 from fmegatron.loop.metrics import COUNT
+from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.training import StepInfo
 
 
 class Loggers:
     """Several loggers as one; silent where `active` is false. A context manager that closes them.
 
-    after: the step from which the run goes on; loggers that have `resume(step)` are called with it.
+    after: the step from which the run goes on; loggers that have `resume(step)` are called with it. What a logger
+    raises in `resume`, `write` or `close` is a RuntimeWarning, the first time; its end counts them.
 
     >>> with Loggers(Table(), active=True) as log:
     ...     log(1, {"loss": 4.1743, "tokens_per_second": 12345.6})
@@ -36,21 +38,23 @@ class Loggers:
 
     def __init__(self, *loggers, active: bool = True, after: int = 0):
         self.loggers = loggers if active else ()
-        for logger in self.loggers:
+        self._onlookers = [Onlooker(f"the logger {_name(logger)}") for logger in self.loggers]
+        for logger, onlooker in zip(self.loggers, self._onlookers, strict=True):
             if hasattr(logger, "resume"):
-                logger.resume(after)
+                onlooker(logger.resume, after)
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` (name -> number) as of `step` to every logger."""
-        for logger in self.loggers:
-            logger.write(step, values)
+        for logger, onlooker in zip(self.loggers, self._onlookers, strict=True):
+            onlooker(logger.write, step, values)
 
     def __enter__(self) -> "Loggers":
         return self
 
     def __exit__(self, *exception) -> None:
-        for logger in self.loggers:
-            logger.close()
+        for logger, onlooker in zip(self.loggers, self._onlookers, strict=True):
+            onlooker(logger.close)
+            onlooker.summary()
 
 
 class Table:
@@ -96,51 +100,54 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike, after: int = 0, **labels: str):
         self.path, self.after, self.labels, self._run = Path(path), after, labels, 0
-        self._file: IO[str] | None = None
+        self._lines: Lines | None = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one record and hand it to the system, so that it survives the death of this process."""
-        file = self._file = self._file or self._open()
+        self._lines = self._lines or self._open()
         record = {"step": step, "run": self._run, "time": round(time.time(), 3), **self.labels, **values}
-        file.write(_line(record) + "\n")
-        file.flush()
+        self._lines.append(metrics_line(record))
 
-    def _open(self) -> IO[str]:
+    def _open(self) -> Lines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            old = read_metrics(self.path)
+            old = _read(self.path)
         except FileNotFoundError:  # and no other error, or the record of a run would be lost to a disk that hiccups
             old = []
-        kept = [record for record in old if record["step"] <= self.after]
-        whole.write_whole(self.path, "".join(_line(record) + "\n" for record in kept).encode())
-        self._run = 1 + max((record.get("run", 0) for record in kept), default=-1)
-        return self.path.open("a")
+        kept = [(line, record) for line, record in old if record["step"] <= self.after]
+        whole.write_whole(self.path, "".join(f"{line}\n" for line, _ in kept).encode())
+        runs = [record["run"] for _, record in kept if isinstance(record.get("run"), int)]
+        self._run = 1 + max(runs, default=-1)
+        return Lines(self.path)
 
     def close(self) -> None:
         """Close the file, if it was opened."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:
     """The records of a JSON lines file, in order; a torn last line is left out. Numbers that are not finite are floats.
 
-    Raises ValueError naming file and line when a line before the last is no JSON object with a step.
+    A line before the last that is no JSON object with a step is left out with a RuntimeWarning, which names file and
+    line. ValueError for a file of several lines none of which is a record.
     """
-    records, lines = [], Path(path).read_text().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            record["step"]
-            if "nonfinite" in record:
-                record |= {name: float(text) for name, text in record.pop("nonfinite").items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSONDecodeError is a ValueError
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: got {line[:60]!r}, wanted a JSON object with a step") from error
-        records.append(record)
-    return records
+    return [record for _, record in _read(path)]
+
+
+def _read(path: str | os.PathLike) -> list[tuple[str, dict]]:
+    """(line, record) of each, with the words of `read_metrics`."""
+    found, bad = read_lines(path, metrics_record)
+    last = len(found) + len(bad)
+    if not found and last > 1:
+        raise ValueError(f"{path}:1: got no line that is a record, wanted JSON objects with a step; give metrics.jsonl")
+    torn = [number for number in bad if number < last]
+    if torn:
+        lines = ", ".join(map(str, torn[:8])) + f" and {len(torn) - 8} more" * (len(torn) > 8)
+        text = f"{path}:{lines}: got no record, torn by a crash or of another kind, wanted JSON objects with a step"
+        warnings.warn(f"{text}; left out", RuntimeWarning, stacklevel=3)
+    return found
 
 
 def progress(infos: Iterable[StepInfo], steps: int, active: bool = True) -> Iterator[StepInfo]:
@@ -152,20 +159,16 @@ def progress(infos: Iterable[StepInfo], steps: int, active: bool = True) -> Iter
         yield from infos
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=RichConsole(file=sys.stdout), transient=True) as bar:
+    terminal = Onlooker("the progress bar")
+    bar = Progress(*columns, console=RichConsole(file=sys.stdout), transient=True)
+    terminal(bar.start)
+    try:
         task = bar.add_task("training", total=steps)
         for info in infos:
-            bar.update(task, completed=info.step)
+            terminal(bar.update, task, completed=info.step)
             yield info
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    """One record as JSON, which has no numbers that are not finite."""
-    values = {name: value if isinstance(value, str | int) else float(value) for name, value in record.items()}
-    odd = {name: str(value) for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
-    if odd:
-        values |= {**dict.fromkeys(odd), "nonfinite": odd}
-    return json.dumps(values, allow_nan=False)
+    finally:
+        terminal(bar.stop)
 
 
 def _number(name: str, value: float) -> str:
@@ -178,3 +181,8 @@ def _number(name: str, value: float) -> str:
 
 def _width(name: str) -> int:
     return max(len(dict(Table.SHORT).get(name, name)), 8) + 2
+
+
+def _name(logger: Any) -> str:
+    """Of a logger in a warning: its class, and the file that it writes."""
+    return f"{type(logger).__name__} of {logger.path}" if isinstance(logger, JsonLines) else type(logger).__name__

@@ -23,6 +23,7 @@ from fmegatron.loop.faults.notice import lost_peer, say
 from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.losses import BadLossError
 from fmegatron.loop.nonfinite import NonFiniteError
+from fmegatron.loop.onlookers import Onlooker
 
 FINAL = (UsageError, BadLossError, NonFiniteError)  # these would come again, or are meant to end the run
 _COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -131,6 +132,7 @@ def started(path: Path, step: int, rules: Restart | None, world: World) -> None:
         count = before.get("restarts", 0) + 1 if again and before.get("step") == step else 0
         if count > rules.most:
             text = f"{count - 1} restarts went on from step {step}, and none got to a checkpoint behind it"
-        path.write_text(json.dumps({"step": step, "restarts": count, "job": job}) + "\n")
+        start = json.dumps({"step": step, "restarts": count, "job": job})
+        Onlooker(f"the count of starts in {path}")(path.write_text, f"{start}\n")
     if text := world.broadcast_text(text):
         raise RuntimeError(f"{path.parent}: {text}; look at what ended them, then start it by hand")

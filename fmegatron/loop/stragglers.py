@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from fmegatron.loop.json_lines import Lines
+from fmegatron.loop.onlookers import Onlooker
+
 _LEAST = 10e-3  # seconds that a rank must be slower by
 _HOST = 64  # bytes of a machine's name
 
@@ -28,7 +31,8 @@ class Stragglers:
     """
 
     def __init__(self, world: Any, path: Path, ratio: float = 1.5):
-        self.world, self.path, self.ratio = world, path, ratio
+        self.world, self.ratio = world, ratio
+        self._lines, self._onlooker = Lines(path), Onlooker(f"times of ranks in {path}")
         name = socket.gethostname().encode()[:_HOST].ljust(_HOST, b"\0")
         rows = world.gather_rows(torch.frombuffer(bytearray(name), dtype=torch.int64))
         self.hosts = [bytes(row.view(torch.uint8).tolist()).rstrip(b"\0").decode() for row in rows]
@@ -38,6 +42,11 @@ class Stragglers:
     def forget(self) -> None:
         """Begin anew: what was before is not counted."""
         self._work, self._wait, self._steps = 0.0, 0.0, 0
+
+    def close(self) -> None:
+        """Close the file, if it was opened."""
+        self._onlooker(self._lines.close)
+        self._onlooker.summary()
 
     def timed(self, step: Callable) -> Callable:
         """The same step, which notes its times."""
@@ -74,9 +83,7 @@ class Stragglers:
         record |= {
             name: [round(x, 9) for x in y.tolist()] for name, y in (("work", work), ("wait", wait), ("data", data))
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self._onlooker(self._lines.append, json.dumps(record))
         for name, seconds in (("works", work), ("waits for its data", data)):
             usual, rank = float(seconds.quantile(0.5, interpolation="lower")), int(seconds.argmax())
             if seconds[rank] > max(self.ratio * usual, usual + _LEAST):

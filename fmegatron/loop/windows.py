@@ -7,7 +7,6 @@ Files are written into `profiles/` of the run, and an event names them. Nothing 
 observed is slower, and the others wait for it where they would anyway.
 """
 
-import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.torch_private import record_memory, write_memory
 
 KINDS = ("trace", "memory")
@@ -98,6 +98,7 @@ class Windows:
         self.directory, self.rank, self.device = Path(directory), rank, device or torch.device("cpu")
         self.wanted = [window for window in wanted if window.rank == rank]
         self._note, self._exposed = note, exposed
+        self._onlooker = Onlooker("the window of a profiler")
         self._open: Window | None = None
         self._profile: torch.profiler.profile | None = None
         self._number, self._seen = 0, self._state()
@@ -109,10 +110,10 @@ class Windows:
         def observed(state: Any, batch: Any) -> Any:
             self._number += 1
             if self._open is None and self.wanted:
-                self._begin()
+                self._onlooker(self._begin)
             out = step(state, batch)
             if self._open is not None and self._number >= self._open.last:
-                self._end()
+                self._onlooker(self._end)
             return out
 
         return observed
@@ -187,8 +188,7 @@ class Windows:
 
     def __exit__(self, *error: Any) -> None:
         if self._open is not None:
-            with contextlib.suppress(RuntimeError, OSError):  # the run's own error is what counts
-                self._end()
+            self._onlooker(self._end)  # the run's own error is what counts
 
 
 def exposed(events: Any) -> float | None:

@@ -40,11 +40,21 @@ def test_a_run_that_writes_nothing_leaves_the_file_alone(tmp_path):
     assert [record["step"] for record in read(path)] == [1, 2]
 
 
-def test_a_file_of_something_else_is_named(tmp_path):
+def test_lines_that_are_no_records_are_named_and_cost_no_others(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl:2: got 'hello'"):
+    path.write_text('{"step": 1}\nhello\n{"step": 2}\n[1]\n{"step": NaN}\n{"step": "3"}\n{"step": 4}\n')
+    with pytest.warns(RuntimeWarning, match="metrics.jsonl:2, 4, 5, 6: got no record"):
+        assert [record["step"] for record in read(path)] == [1, 2, 4]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("hello\nyou\n")
+    with pytest.raises(ValueError, match="notes.txt:1: got no line that is a record"):
         read(path)
+    with pytest.warns(RuntimeWarning, match="JsonLines of .*notes.txt.*got no line that is a record"):
+        write(path, [1])
+    assert path.read_text() == "hello\nyou\n"  # and it is not written over
 
 
 def test_table(capsys):

@@ -9,6 +9,7 @@ from typing import Any
 
 from fmegatron.files import disk
 from fmegatron.loop.events import read_events
+from fmegatron.loop.json_lines import is_number, metrics_record, read_lines
 
 # Of a record: where it stands, not what was measured.
 PLACE = ("step", "run", "time")
@@ -35,7 +36,7 @@ class Recorded:
 
     def names(self) -> list[str]:
         """Of the metrics, in the order in which they first appear."""
-        found = {key: None for record in self.records for key, value in record.items() if _is_number(value)}
+        found = {key: None for record in self.records for key, value in record.items() if is_number(value)}
         return [name for name in found if name not in PLACE]
 
     def series(self, name: str) -> list[list[tuple[float, float]]]:
@@ -46,7 +47,7 @@ class Recorded:
         pieces: list[list[tuple[float, float]]] = []
         before = math.inf
         for record in self.records:
-            if not _is_number(record.get(name)):
+            if not is_number(record.get(name)):
                 continue
             value = record[name]
             if record["step"] <= before:
@@ -58,7 +59,7 @@ class Recorded:
 
     def last(self, name: str) -> float | None:
         """The newest value of a metric, None without any."""
-        return next((record[name] for record in reversed(self.records) if _is_number(record.get(name))), None)
+        return next((record[name] for record in reversed(self.records) if is_number(record.get(name))), None)
 
     def outcome(self) -> str:
         """How the newest process of the run ended, as far as its events state it."""
@@ -92,58 +93,40 @@ def read_run(path: str | Path) -> Recorded:
     return Recorded(name or str(path), str(path), records, events, config, tuple(notes), ranks, stacks)
 
 
-def _records(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def _records(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        lines = file.read_text(errors="replace").split("\n")
+        found, bad = read_lines(file, metrics_record)
     except FileNotFoundError:
         notes.append(f"{file.name} is not there: no log point was reached")
-        return
+        return []
     except OSError as error:
         notes.append(f"{file.name}: cannot be read: {error}"[:200])
-        return
-    bad = 0
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not _is_number(record["step"]) or not math.isfinite(record["step"]):
-                raise TypeError
-            odd = record.pop("nonfinite", {})
-            record |= {name: float(text) for name, text in odd.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            bad += 1
-            continue
-        yield record
+        return []
     if bad:
-        notes.append(
-            f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read, torn by a crash or of another kind"
-        )
+        count = f"{len(bad)} line{'s' * (len(bad) > 1)}"
+        notes.append(f"{file.name}: {count} that cannot be read, torn by a crash or of another kind")
+    return [record for _, record in found]
 
 
-def _ranks(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def _ranks(file: Path, notes: list[str]) -> list[dict[str, Any]]:
     """A run of one rank has no such file."""
-    bad = 0
     try:
-        text = file.read_text(errors="replace") if disk.is_there(str(file)) else ""
+        found, bad = read_lines(file, _times) if disk.is_there(str(file)) else ([], [])
     except OSError as error:
         notes.append(f"{file.name}: cannot be read: {error}"[:200])
-        return
-    for line in text.split("\n"):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            hosts, times = list(map(str, record["hosts"])), [record[name] for name in ("work", "wait", "data")]
-            numbers = [all(_is_number(x) and math.isfinite(x) for x in row) for row in times]
-            if not hosts or not all(numbers) or {len(row) for row in times} != {len(hosts)}:
-                raise TypeError
-        except (ValueError, KeyError, TypeError, RecursionError):
-            bad += 1
-            continue
-        yield {**record, "hosts": hosts}
+        return []
     if bad:
-        notes.append(f"{file.name}: {bad} line{'s' * (bad > 1)} that cannot be read")
+        notes.append(f"{file.name}: {len(bad)} line{'s' * (len(bad) > 1)} that cannot be read")
+    return [record for _, record in found]
+
+
+def _times(value: Any) -> dict[str, Any]:
+    """A record of `ranks.jsonl`."""
+    hosts, times = list(map(str, value["hosts"])), [value[name] for name in ("work", "wait", "data")]
+    numbers = [all(is_number(x) and math.isfinite(x) for x in row) for row in times]
+    if not hosts or not all(numbers) or {len(row) for row in times} != {len(hosts)}:
+        raise TypeError
+    return {**value, "hosts": hosts}
 
 
 def _stacks(folder: Path, notes: list[str]) -> dict[str, str]:
@@ -173,7 +156,7 @@ def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         notes.append(f"{file.name}: cannot be read: {error}"[:200])
         return
     for event in found:
-        if _is_number(event.get("time")) and _is_number(event.get("step")) and math.isfinite(event["time"]):
+        if is_number(event.get("time")) and is_number(event.get("step")) and math.isfinite(event["time"]):
             yield event
 
 
@@ -206,7 +189,3 @@ def differences(runs: list[Recorded]) -> list[tuple[str, list[Any]]]:
     names = {name: None for run in runs for name in run.config or {}}
     rows = [(name, [(run.config or {}).get(name) for run in runs]) for name in names]
     return [(name, values) for name, values in rows if len({json.dumps(v, sort_keys=True) for v in values}) > 1]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
