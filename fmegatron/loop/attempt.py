@@ -225,6 +225,7 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
         run.start,
         microbatches=run.microbatches,
         flops_per_token=run.flops_per_token,
+        in_all=data.all_tokens(steps),
     )
     for first, piece in later:
         begins = piece.samples(first)

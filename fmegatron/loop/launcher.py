@@ -84,7 +84,7 @@ def launch(
                 fail(error, place, faults, status)
             if usage or ((interrupt or claimed) and not _in_notebook()):
                 hint = "\nTry --help." if usage else ""
-                print(f"{os.path.basename(argv[0])}: {error or 'interrupted'}{hint}", file=sys.stderr)
+                print(f"{os.path.basename(argv[0])}: {str(error) or 'interrupted'}{hint}", file=sys.stderr)
                 raise SystemExit(status) from None
             raise error
 

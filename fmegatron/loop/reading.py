@@ -124,6 +124,15 @@ class Begun:
         """That update `step` reads; 0 where that is not known."""
         return 0 if self.course is None else self.course.tokens(step)
 
+    def all_tokens(self, steps: int) -> int:
+        """That the updates from here to `steps` read, all ranks; 0 where that is not known."""
+        pieces = () if self.course is None else self.course.pieces
+        ends = [first for first, _ in pieces[1:]] + [steps]
+        return sum(
+            max(0, min(end, steps) - first) * of.batch_size * of.seq_len
+            for (first, of), end in zip(pieces, ends, strict=bool(pieces))
+        )
+
     def steps(self, length: tuple[str, int]) -> int:
         """A length in updates."""
         name, count = length

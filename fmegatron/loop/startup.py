@@ -19,6 +19,7 @@ def startup(
     *,
     microbatches: int = 1,
     flops_per_token: float | None = None,
+    in_all: int | None = None,
 ) -> str:
     """Lines about what is going to run: mesh, parameters, memory per rank, batch, tokens, FLOPs.
 
@@ -29,6 +30,7 @@ def startup(
         start: updates done before.
         microbatches: parts of a batch.
         flops_per_token: forward and backward; None counts 6 for each parameter (every matrix: 2 forward, 4 backward).
+        in_all: tokens that all updates read; None: each of them as many as this batch.
 
     Raises:
         ValueError: the batch cannot be cut into equal parts for the data ranks and microbatches.
@@ -45,9 +47,9 @@ def startup(
     parameters = sum(math.prod(layout.shape) for layout in leaves)
     rank_bytes = max(sum(layout.local_nbytes(rank) for layout in leaves) for rank in {0, mesh.size - 1})
     count = batch_size * seq_len
-    left = max(0, steps - start)
+    left = max(0, steps - start) * count if in_all is None else in_all
     done = f" (more than the {steps:,} that were asked for are done)" if start > steps else ""
-    flops = (6 * parameters if flops_per_token is None else flops_per_token) * count
+    flops = 6 * parameters if flops_per_token is None else flops_per_token
     return "\n".join(
         (
             f"mesh         {mesh or 'one rank'}: {mesh.size} rank{'s' * (mesh.size > 1)}",
@@ -55,8 +57,8 @@ def startup(
             f"batch        {batch_size} x {seq_len} = {count:,} tokens per step; {batch_size // parts} x "
             f"{seq_len // sequence_ranks} per rank and microbatch "
             f"({data_ranks} data ranks, {microbatches} microbatches)",
-            f"steps        {start:,} to {max(start, steps):,}: {left * count:,} tokens{done}",
-            f"FLOPs        {flops:.3g} per step, {flops * left:.3g} in all",
+            f"steps        {start:,} to {max(start, steps):,}: {left:,} tokens{done}",
+            f"FLOPs        {flops * count:.3g} per step, {flops * left:.3g} in all",
         )
     )
 

@@ -68,6 +68,34 @@ with watched(Pulse(Patience(setup=30, **limits), 0), sys.argv[1]) as pulse:
 """
 
 
+HOLDS = """
+import ctypes, sys, threading
+from fmegatron.loop.faults.siblings import write_stacks_into
+
+def holds(seconds):
+    print("holds", flush=True)
+    ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the GIL: no other thread of Python runs
+
+with open(sys.argv[1], "a") as file:
+    write_stacks_into(file)
+    threading.Thread(target=threading.Event().wait, daemon=True, name="pulse").start()
+    holds(60)
+"""
+
+
+def test_the_rank_that_holds_the_gil_leaves_its_stack(tmp_path, python):
+    """Its own watch cannot run; the ranks beside it ask for its stacks, and then end it."""
+    path = tmp_path / "rank-1.txt"
+    process = python.popen([sys.executable, "-c", HOLDS, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "holds\n"
+    other = {**own_process("here"), "pid": process.pid, "started": siblings._started_at(process.pid)}
+    other["stacks"] = True
+    assert kill_siblings({1: other}, "here") == [1] and process.wait() == -9
+    process.stdout.close()
+    text = path.read_text()
+    assert "in holds" in text and text.count("hread 0x") == 2  # of all its threads
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["none", "sleep", pytest.param("gil", marks=pytest.mark.slow)])
 def test_one_process_that_hangs(tmp_path, python, kind):

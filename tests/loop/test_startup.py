@@ -1,9 +1,13 @@
 """The arithmetic that a run prints before it starts."""
 
+import numpy as np
 import pytest
 import torch
 
+from fmegatron import data, tree
+from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
+from fmegatron.loop.reading import reading_of
 from fmegatron.loop.startup import startup
 
 MESH = Mesh(fsdp=2, tp=2)
@@ -32,6 +36,19 @@ def test_arithmetic():
     text = startup(LAYOUTS, tokens(16, 32), steps=30, start=40)
     assert "steps        40 to 40: 0 tokens (more than the 30 that were asked for are done)" in text
     assert "per step, 0 in all" in text
+
+
+@pytest.mark.parametrize("after", [0, 3, 5, 20])
+def test_tokens_of_batches_that_grow(after):
+    """What all updates read, whatever the size of the first batch, and of a run that goes on behind a change."""
+    batches, sizes = data.Batches(np.arange(9000) % 256, 2, 8, seed=0), ((0, 2), (5, 8), (12, 4))
+    reading = reading_of(batches, {"w": tree.ArraySpec(LAYOUTS["norm"])}, World.alone(), sizes, ((3, 9),))
+    begun = reading.begin(None, after)
+    want = [begun.tokens(step) for step in range(after + 1, 21)]
+    assert begun.all_tokens(20) == sum(want) and begun.all_tokens(0) == 0
+    first = begun.course.pieces[0][1]
+    text = startup(LAYOUTS, tokens(first.batch_size, 8), steps=20, start=after, in_all=begun.all_tokens(20))
+    assert f"to 20: {sum(want):,} tokens" in text and f"{6 * 56 * sum(want):.3g} in all" in text
 
 
 def test_a_batch_that_cannot_be_cut():

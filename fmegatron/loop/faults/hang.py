@@ -28,7 +28,7 @@ from fmegatron.collectives import meet, torch_private
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults.notice import end, say
 from fmegatron.loop.faults.pulse import Now, Pulse
-from fmegatron.loop.faults.siblings import kill_siblings, own_process
+from fmegatron.loop.faults.siblings import kill_siblings, leave_stacks, own_process, write_stacks_into
 
 HANG = 75  # exit status: EX_TEMPFAIL of sysexits.h, try again
 POLL_SECONDS = 0.25
@@ -82,6 +82,8 @@ class _Watch:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.file = self.path.open("a")  # a run may hang again after a restart: the first stacks stay
                 self.before = self.file.tell()
+                write_stacks_into(self.file)
+                self.process["stacks"] = True
         while not self.done.wait(self.pause):
             self._arm()
             try:
@@ -96,6 +98,7 @@ class _Watch:
                 self._beat(self.pulse.now, left=True)
         if self.file is not None:
             faulthandler.cancel_dump_traceback_later()
+            leave_stacks()
             with contextlib.suppress(OSError):
                 self.file.truncate(self.before)  # what was late, and came after all
             self.file.close()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.distributed import Store, TCPStore
@@ -218,8 +218,8 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
 
     own, lost = f"rank {place.rank}: {_said(error)}", lost_peer(error)
     if lost and not (faults and faults.told()):  # at once: torchrun may end this process while it waits for a word
-        how = (faults.left() if faults else None) or "it was killed, ran out of memory, or left without a word"
-        say(f"rank {place.rank} of {place.size} lost its connection to another rank: {how}; torchrun's report names it")
+        how = (faults.left() if faults else None) or _gone(os.environ)
+        say(f"rank {place.rank} of {place.size} lost its connection to another rank: {how}")
     first = faults.report(error) if faults else own
     if first != own:
         same = first.partition(": ")[2] == own.partition(": ")[2]
@@ -232,13 +232,22 @@ def fail(error: BaseException, place: Place, faults: Faults | None, status: int 
         handler.record_exception(error)  # torchrun shows this file as the root cause
     trace = "" if brief else "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
-        leave(f"rank {place.rank} of {place.size}: {error or 'interrupted'}")
+        leave(f"rank {place.rank} of {place.size}: {str(error) or 'interrupted'}")
     late = f"; {_LATE}" if any(words in str(error) for words in _TIMED_OUT) else ""
     leave(f"{trace}rank {place.rank} of {place.size} failed: {_said(error)}{late}")
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Its class and its text, where it has one."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _gone(environment: Mapping[str, str]) -> str:
+    """What is known of a rank that left no word, and who names it: only a launcher that has seen its status."""
+    how = "it was killed, ran out of memory, or left without a word"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return f"{how}; torchrun's report names it"
+    return f"{how}; see what the launcher of the ranks reports of it"
 
 
 def say(message: str) -> None:
