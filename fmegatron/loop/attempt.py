@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fmegatron import checkpoint, tree
+from fmegatron.loop import doubt
 from fmegatron.loop.determinism import deterministic
 from fmegatron.loop.effects import named_metrics, require_metrics
 from fmegatron.loop.events import Events
@@ -19,7 +20,7 @@ from fmegatron.loop.faults.inject import Injector
 from fmegatron.loop.faults.notice import lost_peer
 from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.loggers import JsonLines, Loggers, Table, progress
-from fmegatron.loop.losses import BadLoss, RollBack, RunAgain
+from fmegatron.loop.losses import BadLoss, BadLossError, RollBack, RunAgain
 from fmegatron.loop.meter import Meter
 from fmegatron.loop.metrics import fetch
 from fmegatron.loop.onlookers import Onlooker
@@ -45,6 +46,8 @@ class _Attempts:
         self.settings = run.settings if about is None else run.settings.about(data=about)
         self.inject = Injector(run.inject, run.world.rank, run.folder / "injected")
         self.finished, self.began, self.count = 0, False, 0
+        self.compared = 0  # the newest update behind which replicas were compared, and equal
+        self.judged = False  # whether an attempt began behind a verdict, and has not saved yet
         # The checkpoint that the next attempt begins with; 0: a new run; None: the newest.
         self.back_to: int | None = None
         self.newest = reading.begin(0, 0)  # the data of the newest attempt
@@ -84,9 +87,14 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
                 yield from _attempt(own, claim)
                 return
             except RollBack as back:
+                doubt.note(run, back.first, str(back))
                 _go_back(own, back)
             except RunAgain as again:
+                doubt.note(run, again.first, str(again))
                 rerun(run, again, reading, pulse)
+            except BadLossError as bad:
+                doubt.note(run, bad.first, str(bad))
+                raise
             except Exception as error:
                 if not own.began or not restarts.again(error, own.finished, lambda: stop.signal is not None):
                     raise
@@ -103,8 +111,12 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
     pulse.enter("setup")
     with ExitStack() as open_:
         inject("setup", 0)
+        own.judged = own.back_to is not None
+        if not own.judged:
+            own.judged, own.back_to = doubt.before(run)
         begun = own.settings.begin(run.manager, run.specs, run.init, local=run.local, step=own.back_to)
         own.back_to, run.start, run.state, own.finished = None, begun.step, begun.state, begun.step
+        own.compared = begun.step
         left_out = tuple((a, b) for a, b in begun.metadata.get("skip", ()))
         skip = (*own.skip, *left_out)
         data = own.reading.begin(begun.samples, begun.step, skip, begun.metadata.get("source"))
@@ -165,8 +177,8 @@ def _attempt(own: _Attempts, claim) -> Iterator[StepInfo]:
                     own.check_metrics(info.metrics)
                 if lead and first and info.step == run.start + 1:
                     shown(print, memory(run.planned_bytes, world.device, info.seconds), flush=True)
-                if run.hash_every is not None and (info.last or info.step % run.hash_every == 0):
-                    _compare(run, info)
+                if run.hash_every is not None and (info.step % run.hash_every == 0 or saves.saves(info)):
+                    _compare(own, info)  # also before a save: a difference that is saved is none any more
                 evaluates = bool(run.evaluations) and (info.last or info.step % run.options.log.eval_every == 0)
                 first_evaluates = saves.is_chosen_by_evaluation(info)
                 if first_evaluates:
@@ -233,12 +245,15 @@ def _startup(run: Any, reading: Reading, data: Begun, steps: int) -> str:
     return text
 
 
-def _compare(run: Any, info: StepInfo) -> None:
+def _compare(own: _Attempts, info: StepInfo) -> None:
     """`compare`, and what follows on a difference."""
+    run = own.run
     try:
         replicas.compare(info.state, run.specs, run.world, info.step)
+        own.compared = info.step
     except replicas.ReplicasDifferError as error:
-        first = max(run.start, info.step - run.hash_every) + 1
+        first = own.compared + 1
+        doubt.note(run, first, str(error))
         if run.options.faults.on_difference == "raise":
             raise
         if run.options.faults.on_difference == "roll back":
@@ -272,6 +287,16 @@ class _Saves:
         """Whether a checkpoint is due after this update."""
         return info.last or info.save or info.step % self.own.run.options.save.every == 0
 
+    def near(self, info: StepInfo) -> bool:
+        """Whether a local replica is due; what is durable when the save returns needs none."""
+        run = self.own.run
+        due = run.local is not None and info.step % run.options.save.local.every == 0
+        return due and not (self.whole(info) and (info.last or not run.options.save.in_background))
+
+    def saves(self, info: StepInfo) -> bool:
+        """Whether anything is saved after this update."""
+        return self.whole(info) or self.near(info)
+
     def is_chosen_by_evaluation(self, info: StepInfo) -> bool:
         """Whether one is due that stays if an evaluation is good: it is made first."""
         best, run = self.own.run.options.save.keep_best, self.own.run
@@ -280,11 +305,7 @@ class _Saves:
     def due(self, info: StepInfo) -> None:
         """Save what is due after this update."""
         own, run = self.own, self.own.run
-        whole = self.whole(info)
-        near = run.local is not None and info.step % run.options.save.local.every == 0
-        near = near and not (
-            whole and (info.last or not run.options.save.in_background)
-        )  # what is durable needs no replica
+        whole, near = self.whole(info), self.near(info)
         if self.pending is not None and (self.pending.poll() or near or info.last):
             self.pending = self.pending.result()
         if not (whole or near):
@@ -295,6 +316,8 @@ class _Saves:
                 own.inject("save", info.step, info.state)
             known = {**own.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
             known |= self.data.states(info.step, run.world)
+            if run.hash_every is not None:
+                known["compared"] = own.compared
             finite = info.finite()
             if near and run.local is not None:
                 self.pending = run.local.save_async(info.step, info.state, run.specs, known, finite=finite)
@@ -303,6 +326,9 @@ class _Saves:
                 with self._warned(info):
                     rated = self._rated(info)
                     run.manager.save(info.step, info.state, run.specs, known, metrics=rated, finite=finite, wait=wait)
+                    if own.judged:
+                        doubt.over(run)
+                        own.judged = False
                 own.inject("flight", info.step, info.state)
 
     def abandon(self) -> None:
