@@ -38,10 +38,9 @@ class Config:  # what this experiment varies; how it runs (folder, steps, seed, 
     sample: int = field(120, resume="free", least=0)  # characters of each
 
     def __post_init__(self):
-        loop.check(self), decoder(self, vocab_size=1), rate(self)
-        if (lengths := sorted({len(text) for text in self.prompts})) and not 1 <= lengths[0] == lengths[
-            -1
-        ] < self.seq_len:
+        loop.check(self), decoder(self, vocab_size=1), adamw(self)
+        lengths = sorted({len(text) for text in self.prompts}) or [1]
+        if not 1 <= lengths[0] == lengths[-1] < self.seq_len:
             raise ValueError(f"Config.prompts: got lengths {lengths}, wanted one length of 1 to {self.seq_len - 1}")
 
 
@@ -51,8 +50,8 @@ def decoder(of, vocab_size):
     return model.llama(vocab_size, **sizes, **multiples, tied=True)
 
 
-def rate(config):
-    return optim.cosine(config.lr, config.run.steps, config.warmup, end=config.lr / 10)
+def adamw(of):
+    return optim.adamw(optim.cosine(of.lr, of.run.steps, of.warmup, end=of.lr / 10), weight_decay=of.weight_decay)
 
 
 @cache
@@ -62,9 +61,8 @@ def corpus(path):
 
 
 def describe(config):
-    of, shape = decoder(config, corpus(TEXT)[0].vocab_size), (config.batch_size, config.seq_len)
-    how = {"strategy": config.strategy, "microbatches": config.microbatches}
-    return model.build(of, optim.adamw(rate(config), weight_decay=config.weight_decay), config.mesh, shape, **how)
+    of, rows = decoder(config, corpus(TEXT)[0].vocab_size), (config.batch_size, config.seq_len)
+    return model.build(of, adamw(config), config.mesh, rows, strategy=config.strategy, microbatches=config.microbatches)
 
 
 def read(config):

@@ -494,6 +494,6 @@ class Layout:
         return Layout(shape, dtype, mesh, spec, **axes, **how)
 
 
-def _rebuild(shape, dtype, mesh, spec, unreduced, flat, padded=False, flat_from=0, memory="device") -> Layout:
-    how = {"unreduced": unreduced, "flat": flat, "padded": padded, "flat_from": flat_from, "memory": memory}
-    return Layout(shape, dtype, mesh, spec, **how)
+def _rebuild(shape, dtype, mesh, spec, unreduced, flat, *rest) -> Layout:
+    how = dict(zip(("padded", "flat_from", "memory"), rest, strict=False))
+    return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, **how)

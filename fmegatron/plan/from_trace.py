@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -111,6 +111,15 @@ def in_host(nbytes: int) -> str:
     return f"; in host memory {in_mib(nbytes)}" if nbytes else ""
 
 
+class _How(NamedTuple):
+    """What `jit` is given beside the step."""
+
+    overlap: Overlap | bool
+    donate: int | Sequence[int] | None
+    patches: Mapping[str, Any] | None
+    host_bytes: int
+
+
 def exact(
     step: Callable,
     state_specs: structure.Tree,
@@ -139,8 +148,9 @@ def exact(
 
     Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
     """
+    how = _How(overlap, donate, patches, host_bytes)
     with _world(mesh, rank) as world:
-        return _exact(world, {}, step, state_specs, batch_layouts, overlap, donate, patches, host_bytes)[0]
+        return _exact(world, {}, step, (state_specs, batch_layouts), how)[0]
 
 
 def _parts(described: Description) -> tuple[Callable, Any, Any]:
@@ -172,11 +182,11 @@ def deep(
     Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
     that nothing can be continued: plan all layers by `exact`.
     """
-    how: dict[str, Any] = {"overlap": overlap, "donate": donate, "patches": patches, "host_bytes": host_bytes}
+    how = _How(overlap, donate, patches, host_bytes)
     if few is None:
         for one in _FEW[:-1]:
             with contextlib.suppress(_UnevenError):
-                return deep(build, depth, mesh, few=one, rank=rank, **how)
+                return deep(build, depth, mesh, few=one, rank=rank, **how._asdict())
         few = _FEW[-1]
     few = tuple(few)
     if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
@@ -186,7 +196,7 @@ def deep(
         )
     began = time.process_time()
     if depth <= few[-1] * 3 // 2:
-        return exact(*_parts(build(depth)), mesh, rank=rank, **how)
+        return exact(*_parts(build(depth)), mesh, rank=rank, **how._asdict())
     layers, missing = few[1] - few[0], depth - few[1]
     states = [_bytes(build(n).state, rank) for n in (*few, depth)]
     on_host = _bytes(build(depth).state, rank, "host")
@@ -200,7 +210,8 @@ def deep(
     counts, last = [], None
     for n in few:
         with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
-            last, found = _exact(world, known, *_parts(build(n)), *how.values())
+            step, *given = _parts(build(n))
+            last, found = _exact(world, known, step, given, how)
             counts.append(found)
     shallow, deeper = counts
     grows = {name: (value - shallow.phases.get(name, 0)) / layers for name, value in deeper.phases.items()}
@@ -268,17 +279,17 @@ def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) 
 
 
 def _exact(
-    world, known, step, state_specs, batch_layouts, overlap, donate, patches, host_bytes
+    world: SizedWorld, known: dict[str, Counted], step: Callable, given: Sequence[structure.Tree], how: _How
 ) -> tuple[Exact, Counted]:
     began = time.process_time()
-    layouts = [_layouts(state_specs), _layouts(batch_layouts)]
+    layouts = [_layouts(specs) for specs in given]
     for which, given in zip(("state", "batch"), layouts, strict=True):
         checks.require_mesh(given, world.mesh, f"plan: the {which}", "the mesh of the plan")
     with FakeTensorMode():
         arguments = tuple(tree.map(lambda layout: _local(layout, world.rank), given) for given in layouts)
-    how = tuple(sorted((patches or {}).items())), schedule.overlap_of(overlap), host_bytes
-    target = passes.Target(world, "inductor", *how)
-    positions = () if donate is None else (donate,) if isinstance(donate, int) else tuple(donate)
+    patches = tuple(sorted((how.patches or {}).items()))
+    target = passes.Target(world, "inductor", patches, schedule.overlap_of(how.overlap), how.host_bytes)
+    positions = () if how.donate is None else (how.donate,) if isinstance(how.donate, int) else tuple(how.donate)
     compiled = jitted.Compiled(step, arguments, positions, target)
     found = _count(compiled.program, known, "step")
     graph = compiled.stages["overlap"].graph
