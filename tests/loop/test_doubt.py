@@ -1,6 +1,5 @@
 """Verdicts that come later than a save: what was saved since is not resumed, and is set aside."""
 
-
 import pytest
 import torch
 
