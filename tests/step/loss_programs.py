@@ -480,7 +480,7 @@ def make(name: str, mesh: Mesh, strategy: str, n: int, programs=PROGRAMS, scalar
         specs,
         microbatches=n,
         clip_norm=None,
-        **({"twice": True} if name == "detached_normalizer" and n > 1 else {}),
+        twice=n > 1 and name in ("detached_normalizer", "nan_to_num_and_masks"),
     )
     rows = {
         k: how.batch_layout((B, S), dtype, mesh, n)

@@ -72,7 +72,7 @@ FIELDS = [
     {"layers": 2},
     {"strategy": DataParallel.zero1()},
     {"sequence_parallel": True, "tied": True, "kv_heads": 4},
-    {"strategy": DataParallel.zero3()},
+    {"strategy": DataParallel.zero3(), "layers": 2},
 ]
 
 
@@ -106,7 +106,7 @@ BATCH = {"ids": Layout((8, 6), torch.int64, MESH, (("dp", "fsdp"),))}
 STATE = State(Layout((), torch.int64, MESH), SPECS, {"m": SPECS})
 
 
-def toy(bug=None):
+def toy(bug=None, stated=True):
     """A tensor-parallel layer with a norm, an embedding, SGD with momentum and clip; `bug` puts one fault into it."""
     axes = Axes(MESH)
     dp, fsdp, tp = axes["dp"], axes["fsdp"], axes["tp"]
@@ -159,7 +159,8 @@ def toy(bug=None):
             grads = {**grads, "table": psum(grads["table"], dp)}
         if bug == "tp_again":
             grads = {**grads, "norm": psum(grads["norm"], tp)}
-        norm = optim.global_norm(as_reduced(raw, SPECS) if bug == "clip_raw" else grads)
+        of = raw if bug == "clip_raw" else grads  # of gradients that it knows to be wrong it takes no norm
+        norm = optim.global_norm(as_reduced(of, SPECS) if bug == "clip_raw" or (bug in UNTRUE and stated) else of)
         if bug == "clip_local":
             norm = sum(g.square().sum() for g in grads.values()).sqrt()
         grads = tree.map(lambda g: g * (1.0 / (norm + 1.0)), grads)
@@ -204,6 +205,16 @@ FAULTS = {
     "swap": "",
     "scatter_whole": "already replicated",
 }
+
+
+# Gradients that do not lie as they must, or are not known to: a norm refuses them, unless they are stated to.
+UNTRUE = ("no_reduction", "one_leaf", "reduce_again", "tp_again")
+
+
+@pytest.mark.parametrize("bug", UNTRUE)
+def test_a_norm_refuses_gradients_that_are_not_reduced_or_not_known(bug):
+    with pytest.raises(ValueError, match="global_norm: .*(still pending over dp|layout is not known)"):
+        check(toy(bug, stated=False), STATE, BATCH)
 
 
 # Of those that the list of mutants (test_mutants.py) has too, some for their messages.

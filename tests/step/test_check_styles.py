@@ -22,7 +22,7 @@ WRONG = [(module, mutant) for module, mutants in LISTS for mutant in mutants]
 OPEN = frozenset(
     "average_of_local_means vocabulary_gathered vocabulary_of_parts vocabulary_argmax"
     " vocabulary_argmax_of_gathered top_of_tops soft_mixture_of_shards sorted_by_expert slots_by_cumsum exchanged"
-    " rows_of_batch_one_by_one".split()
+    " rows_of_batch_one_by_one balanced_by_coefficient".split()
 )
 # The right steps of which the issue says that they were refused, one for each line of its list.
 REFUSED_ONCE = (

@@ -192,7 +192,7 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
     out = replace(out, equal_terms=False, portion={a: p for a, p in portion.items() if a not in axes})
     for axis in replicas:
         what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
-        maybe = x.portion.get(axis) in ("maybe", "equal")
+        maybe = x.portion.get(axis) in ("maybe", "equal", "rows")
         out = raised(out, [axis], 1, node, what, sure=not maybe, loose=maybe)
     return replace(out, constant=0) if x.constant == 0 else out
 

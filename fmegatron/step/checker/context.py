@@ -143,8 +143,22 @@ class Scope:
     layers: dict[torch.fx.Graph, list[tuple]] = field(default_factory=dict)  # calls: (arguments, results)
     levels: dict[tuple, dict[torch.fx.Node, int]] = field(default_factory=dict)  # see `corrects`
     pieces: dict[Any, torch.fx.Graph | None] = field(default_factory=dict)  # what ops are made of
+    outputs: dict[torch.fx.Node, int] = field(default_factory=dict)  # see `reached`
     depth: int = 0  # of ops that are made of others
     views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
+
+    def reached(self, node: torch.fx.Node) -> int:
+        """The outputs of its graph that are made of a node, as bits."""
+        if node not in self.outputs:
+            for one in reversed(node.graph.nodes):
+                if one.op == "output":
+                    self.outputs.update((n, 1 << i) for i, n in enumerate(one.all_input_nodes))
+                    continue
+                bits = self.outputs.get(one, 0)
+                for user in one.users:
+                    bits |= self.outputs.get(user, 0)
+                self.outputs[one] = bits
+        return self.outputs[node]
 
     def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
         """Note a finding at a node, when what came of it has arrived at an output."""

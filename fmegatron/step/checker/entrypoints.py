@@ -22,8 +22,9 @@ from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Scope, Unproven
 from fmegatron.step.checker.dims import folds_of, interleaved, order_of
 from fmegatron.step.checker.interpret import interpreted
-from fmegatron.step.checker.marks import owing, too_large
+from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.memories import mixed
+from fmegatron.step.checker.owed import owing
 from fmegatron.step.checker.padding import at_output
 from fmegatron.step.checker.values import (
     First,

@@ -293,9 +293,14 @@ def solved(scope: Scope, node: Node, given: dict) -> Any:
     """Linear systems A X = B of full matrices, each on its own."""
     a, b = [v for v in given.values() if isinstance(v, Value)][:2]
     rows = min(len(a.dims), len(b.dims)) - 2
-    if op_name(node) == "linalg_solve_triangular" and given.get("left", True) and rows >= 0 and over(b.dims[-1]):
+    by_columns = op_name(node) in ("linalg_solve_triangular", "_linalg_solve_ex") and given.get("left", True)
+    if by_columns and rows >= 0 and len(a.dims) == len(b.dims) and over(b.dims[-1]):  # a system each
         a, b = _worked(scope, node, a, (-2, -1), "function"), _worked(scope, node, b, (-2,), "function")
-        return elementwise(scope, node, "function", [a.with_dims((*a.dims[:-2], (), ())), b])  # a system each
+        out = elementwise(scope, node, "function", [a.with_dims((*a.dims[:-2], (), ())), b])
+        if op_name(node) == "linalg_solve_triangular":
+            return out
+        factors = elementwise(scope, node, "function", [a.with_dims(a.dims[:rows])])
+        return [out, *(_shaped(factors, meta, rows) for meta in node.meta["val"][1:])]
     if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
         return None  # columns of B are systems of their own: sharded ones are no mistake
     a, b = (_worked(scope, node, x, (-2, -1), "function") for x in (a, b))
@@ -331,6 +336,16 @@ def diagonal(scope: Scope, node: Node, given: dict) -> Value:
         x = along(scope, node, x, dim, "a diagonal")
     rest = [dim for d, dim in enumerate(x.dims) if d not in dims]
     return x.with_dims((*rest, plain(shape_of(node)[-1])))
+
+
+def diagonal_backward(scope: Scope, node: Node, given: dict) -> Value:
+    """Zeros around the gradient of a diagonal, whose dims are full."""
+    shape, x = shape_of(node), given["grad_output"]
+    if x.constant == 0:
+        return filled(shape, 0)
+    rest, at = iter(along(scope, node, x, len(x.dims) - 1, "a diagonal").dims[:-1]), {given["dim1"], given["dim2"]}
+    at = {d % len(shape) for d in at}
+    return x.with_dims(plain(n) if d in at else next(rest) for d, n in enumerate(shape))
 
 
 # ---- convolutions ----------------------------------------------------------------------------------------------------
@@ -436,6 +451,7 @@ RULES: Rules = MappingProxyType(
         "_cdist_forward": distances,
         "_cdist_backward": distances_backward,
         "diagonal": diagonal,
+        "diagonal_backward": diagonal_backward,
         "view_as_real": parts_of_complex,
         "view_as_complex": parts_of_complex,
         "convolution": convolved,

@@ -51,6 +51,9 @@ _ENTER = "enter(psum(x, axis), axis) sums the gradients of all ranks; a term of 
 _RING = "adds terms of a sum that came from other ranks: whether a ring has made it complete cannot be told"
 _COMPLETE = 'Use psum; or declare(x, axis, "replicated") behind the last one (forward="partial" if it is not complete)'
 _BY_SIZE = "Divide by the size of the axis: axes[name].size knows that it is the number of ranks, 2 does not"
+_BY_ROWS = "Write it for each row (x.expand(rows).sum()), or add it behind the sum, times the number of all rows"
+_AS_MEAN = "right, where what is pending was multiplied by it, and by a number whether it was cannot be told"
+_TIMES = "Write axes[name].size * x, before other factors: it knows that it is the number of ranks, 0.1 * it does not"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
@@ -152,12 +155,16 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
             "adds a pending sum and a complete value, which then counts once per rank",
             "reduce first, add after",
         )
-        maybe = {v.portion.get(axis) for v in others} & {"maybe", "equal"}
+        maybe = {v.portion.get(axis) for v in others} & {"maybe", "equal", "rows"}
         if maybe:
-            why = f"{what}, unless the number that it was divided by is theirs"
-            return scope.unknown(node, why, _BY_SIZE)._replace(gradient="equal" in maybe)
+            rows = maybe == {"rows"}
+            of = "multiplied by counts a rank's rows" if rows else "divided by is theirs"
+            why = f"{what}, unless the number that it was {of}"
+            return scope.unknown(node, why, _BY_ROWS if rows else _BY_SIZE)._replace(gradient=maybe != {"maybe"})
         if all(v.constant is not None for v in others):
             return suspected(node, what, fix, first.birth)
+        if _averaged(node, axis):
+            return scope.unknown(node, f"{what}, and their sum is divided by the number of ranks: {_AS_MEAN}", _TIMES)
         return Wrong(node, what, fix, first.birth)
     if kind in ("product", "quotient"):
         if kind == "quotient" and values[1].pending(axis):
@@ -230,6 +237,14 @@ def _forms(scope, node, kind, values, axis, pending, others) -> Mark | None:
 
 
 _OF_SUMS, _OF_EXTREMA, _OF_FORMS = _sums, _extrema, _forms
+
+
+def _averaged(node: Node, axis: str) -> bool:
+    """Whether a node is summed over the ranks as it is, and that sum divided by their number: a mean of what each has,
+    as of weights after a step of their own."""
+    sums = [n for n in node.users if kinds.collective_of(n.target) is table.PSUM and axis in items_of(n.args[1])]
+    items = [item for one in sums for item in one.users]
+    return any(user.meta.get("ranks", NOTHING).get(axis) for item in items for user in item.users)
 
 
 def _is_term(v: Value, axis: str, owed: bool) -> bool:
@@ -309,11 +324,19 @@ def raised(x: Value, axes: Iterable[str], power: int, node: Node, what: str, **m
     return replace(x, excess=excess or NOTHING)
 
 
-def scaled(scope: Scope, x: Value, factor: float, over: Mapping[str, Fraction], divides: bool = False) -> Value:
+def scaled(
+    scope: Scope, node: Node, x: Value, factor: float, over: Mapping[str, Fraction], divides: bool = False
+) -> Value:
     """A value times a number. over: {axis: power} of the numbers of ranks whose product it is, which are taken out of
     an excess; empty for another number, which may have been meant to, 2 on two ranks among them, which is 2 on four as
     well. A sum of replicas is divided at once, if at all: by n, or by n times another count. divides: written as a
     division."""
+    new = [a for a, power in over.items() if power == 1 and a not in x.excess and x.pending(a, "sum")]
+    times = [a for a in new if x.portion.get(a) in (None, "owed", "rows")]
+    if times:  # terms of which a sum is n times too large, as those of a mean are: they are divided behind the sum
+        x = raised(x, times, 1, node, "terms of a sum over the ranks, times their number: too large by it")
+        over = {a: power for a, power in over.items() if a not in times}
+        return scaled(scope, node, x, factor, over, divides) if over else x
     too_large_over = [a for a, e in x.excess.items() if e.power]
     if not too_large_over:
         return _portion(scope, x, factor, over, divides)
@@ -346,13 +369,22 @@ def _portion(scope: Scope, x: Value, factor: float, over: Mapping[str, Fraction]
     count = round(1 / abs(factor)) if factor else 0
     if count < 2 or not _is_one(abs(factor) * count):
         return x
-    left = (None, "maybe", "equal", "exact", "part") if divides else (None, "maybe", "equal")
+    left = (None, "maybe", "equal", "rows", *(("exact", "part") if divides else ()))
     big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and x.portion.get(a) in left]
     found = {a: "maybe" for a in big if count % scope.mesh[a] == 0}
     for k in range(1, len(big) + 1) if divides else ():
         for axes in itertools.combinations(big, k):
             if math.prod(scope.mesh[a] for a in axes) == count:
-                found |= {a: "equal" for a in axes if a not in x.portion}
+                found |= {a: "equal" for a in axes if x.portion.get(a) in (None, "rows")}
+    return replace(x, portion={**x.portion, **found}) if found else x
+
+
+def counted_rows(scope: Scope, x: Value, factor: float) -> Value:
+    """Times a whole number, which may count a rank's rows, as `len(x) * log_determinant` does: a term of a sum over the
+    ranks as well. A float counts nothing."""
+    if type(factor) is not int or abs(factor) < 2:
+        return x
+    found = {a: "rows" for a in scope.mesh.names if scope.mesh[a] > 1 and a not in x.portion and x.replicated(a)}
     return replace(x, portion={**x.portion, **found}) if found else x
 
 
@@ -362,6 +394,7 @@ def _share(x: Value, over: Mapping[str, Fraction]) -> Value:
     portion = dict(x.portion)
     for axis, power in over.items():
         before = portion.get(axis)
+        before = None if before == "rows" else before
         if before in ("owed", "mixed"):
             continue
         if before == "exact" and power == 1:
@@ -373,43 +406,6 @@ def _share(x: Value, over: Mapping[str, Fraction]) -> Value:
 
 def _is_one(x: float) -> bool:
     return abs(x - 1) < 1e-9
-
-
-_TO_BE_SUMMED = "it is a gradient of a loss that is a sum over the ranks, of each rank's own term"
-_IS_A_SHARE = "it is what all ranks have, divided by their number, and no sum over them follows"
-
-
-def owing(scope: Scope, value: Value, axis: str, node: Node) -> Mark | None:
-    """The mark of what all ranks have, at an output, where it is a portion of what one rank has; None where it is
-    all of it."""
-    portion = value.portion.get(axis)
-    if portion in ("owed", "mixed"):
-        excess = value.excess.get(axis)
-        if portion == "owed" and excess is not None and excess.power == 1 and not excess.loose:
-            return None  # of a mean over the ranks, of which each has all
-        return scope.unknown(_divided(node, axis)[0] or node, _TO_BE_SUMMED, f"psum the gradient over {axis!r}")
-    if portion in ("exact", "part"):
-        at, summed = _divided(node, axis)
-        if at is not None and not summed:
-            fix = f"psum it over {axis!r}, or leave the division out"
-            return scope.unknown(at, _IS_A_SHARE, fix)
-    return None
-
-
-def _divided(node: Node, axis: str) -> tuple[Node | None, bool]:
-    """(the last node behind which a value is divided by the number of ranks, whether a sum over them is behind it)."""
-    todo, seen, at = [node], set(), None
-    while todo:
-        one = todo.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        collective = kinds.collective_of(one.target) if one.op == "call_function" else None
-        if collective is not None and collective.sent is not None and axis in items_of(one.args[1]):
-            return at, True
-        at = one if at is None and axis in one.meta.get("ranks", ()) else at
-        todo += one.all_input_nodes
-    return at, False
 
 
 def excess_after(

@@ -32,13 +32,12 @@ from fmegatron.step.checker.dims import (
     viewed,
     viewed_with_ones,
 )
+from fmegatron.step.checker.pieces import covering
 from fmegatron.step.checker.reductions import along
 from fmegatron.step.checker.values import Mark, Somewhere, Value, Wrong
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
 Node = torch.fx.Node
-_ALL = frozenset(("split", "split_with_sizes", "unsafe_split", "unbind"))
-_SOME = frozenset(("slice", "select"))
 
 
 def reshaped(scope: Scope, node: Node, x: Value, shape: Sequence[int]) -> Value:
@@ -357,7 +356,10 @@ def expand(scope: Scope, node: Node, given: dict) -> Value:
 def _taken(scope: Scope, node: Node, given: dict) -> tuple[Value, int, bool]:
     """(value, dim of which something is taken, whether this and other ops take all of it)."""
     x, dim = given["self"], given["dim"] % len(given["self"].dims)
-    return x, dim, bool(over(x.dims[dim])) and _covered(scope, node, dim)
+    pieces = covering(scope, node, dim) if over(x.dims[dim]) else []
+    if len({scope.reached(one) for one in pieces}) > 1:  # rows of a rank that some outputs are made of, and others not
+        x = replace(x, data=False)
+    return x, dim, bool(pieces)
 
 
 def slice_of(scope: Scope, node: Node, given: dict) -> Value:
@@ -399,31 +401,6 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
         sent = covered or goes_round(node, axis)
         marks[axis] = scope.unknown(node, what) if sent else suspected(node, what, fix)
     return x.marked(marks).with_dims(rest)
-
-
-def _covered(scope: Scope, node: Node, dim: int) -> bool:
-    """Whether what is taken of a dim, here and by others that are used, is all of it, and nothing of it twice."""
-    source = node_of(node.args[0])
-    size, taken = source.meta["val"].shape[dim], []
-    for user in source.users:
-        name = op_name(user) if user.op == "call_function" else ""
-        if name not in _ALL | _SOME or user not in scope.live or _dim_of(user) % source.meta["val"].dim() != dim:
-            continue
-        if name == "select":
-            taken.append(int_of(user.args[2]) % size)
-        elif name == "slice":
-            taken += range(*slice(*(*user.args[2:], None, None, None)[:3]).indices(size))
-        else:
-            sizes = [1 if name == "unbind" else part.shape[dim] for part in user.meta["val"]]
-            ends = list(itertools.accumulate(sizes, initial=0))
-            used = {int_of(item.args[1]) for item in user.users if item in scope.live}
-            taken += [at for i in used for at in range(ends[i], ends[i + 1])]
-    return sorted(taken) == list(range(size))
-
-
-def _dim_of(node: Node) -> int:
-    at = 2 if op_name(node) in ("split", "split_with_sizes", "unsafe_split") else 1
-    return int_of(node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0))
 
 
 def slice_backward(scope: Scope, node: Node, given: dict) -> Value:

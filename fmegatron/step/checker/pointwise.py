@@ -19,7 +19,7 @@ import torch
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, plain, size_of
-from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled
+from fmegatron.step.checker.marks import FLIPPED, counted_rows, not_entered, raised, scaled
 from fmegatron.step.checker.movement import expanded
 from fmegatron.step.checker.values import (
     NOTHING,
@@ -164,17 +164,25 @@ def _product(scope: Scope, node: Node, a: Value, b: Value) -> Value:
 def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None = None, divides: bool = False) -> Value:
     """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
-    x = scaled(scope, x, factor, _ranks(scope, ranks, factor, divides), divides)
+    over, rest = _ranks(scope, ranks, factor, divides)
+    x = scaled(scope, node, x, factor / rest, over, divides)
+    x = scaled(scope, node, x, rest, NOTHING, divides) if rest != 1 else x
+    x = counted_rows(scope, x, factor) if not (divides or over or x.constant is not None) else x
     return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
 
 
-def _ranks(scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool) -> Mapping[str, Fraction]:
-    """{axis: power} of the numbers of ranks whose product a factor is, where it was made of nothing else."""
+def _ranks(
+    scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool
+) -> tuple[Mapping[str, Fraction], float]:
+    """{axis: power} of the numbers of ranks whose product a factor is, and what it is besides. Where it divides by some
+    and by another number (that of all rows), nothing is known of it."""
     if not over or not factor:
-        return NOTHING
+        return NOTHING, 1
     over = {axis: -power if divides else power for axis, power in over.items() if axis in scope.mesh.names}
-    size = math.prod(scope.mesh[axis] ** float(power) for axis, power in over.items())
-    return over if abs(factor / size - 1) < 1e-9 else NOTHING
+    rest = factor / math.prod(scope.mesh[axis] ** float(power) for axis, power in over.items())
+    if abs(rest - 1) < 1e-9:
+        return over, 1
+    return (over, rest) if over and min(over.values()) > 0 else (NOTHING, 1)
 
 
 def quotient(scope: Scope, node: Node, given: dict) -> Value:

@@ -162,7 +162,8 @@ class Value:
     equal terms of a sum.
     portion: axis -> what it is of the value of one rank, where it is the same on all ranks: "exact" 1/n, as it was
     divided by the number of ranks; "part", a sum of that and of what is not; "maybe" 1/n, as it was divided by a number
-    that may be made of n, "equal", by one that is as large; "owed", a gradient of a loss that is a sum over that axis,
+    that may be made of n, "equal", by one that is as large; "rows", times a whole number that may count a rank's rows,
+    and so a term of a sum over the ranks; "owed", a gradient of a loss that is a sum over that axis,
     of which the sum is still to be made; "mixed", made of that and of what is complete.  pads: axis -> what its padding
     is, where shards have some (`padding.py`).
     ranks: {axis: power} of the numbers of ranks whose product its constant is.
@@ -323,7 +324,7 @@ def filled(shape: Sequence[int], constant: float | None) -> Value:
     return Value(tuple(plain(n, UNIFORM) for n in shape), constant=constant)
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=512, typed=True)
 def number(x: float | int | bool) -> Value:
     """A Python number as a value."""
     return Value((), constant=x)
