@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fmegatron.data.subword import KINDS, SubwordTokenizer, from_foreign, from_saved
+from fmegatron.data.foreign_tokenizer import from_foreign
+from fmegatron.data.subword import KINDS, SubwordTokenizer, from_saved
 from fmegatron.data.tokenizers import ByteTokenizer, CharTokenizer
 from fmegatron.files import disk
 
@@ -63,8 +64,8 @@ def tokenizer_from(description: Mapping[str, Any], data: str | os.PathLike | Non
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """The tokenizer in a JSON file that `save` wrote, or of another project (`subword.from_foreign`): tokenizer.json,
-    a model of SentencePiece, ranks of tiktoken, or a folder that has one of them.
+    """The tokenizer in a JSON file that `save` wrote, or of another project (`foreign_tokenizer.from_foreign`):
+    tokenizer.json, a model of SentencePiece, ranks of tiktoken, or a folder that has one of them.
 
     ValueError names the file when it is no such file; FileNotFoundError when there is none.
     """

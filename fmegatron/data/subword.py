@@ -21,19 +21,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fmegatron.data.template import ChatTemplate, load_template
+from fmegatron.data.template import ChatTemplate
 from fmegatron.data.tokenizers import checked_ids, smallest_dtype
-from fmegatron.files import disk
 
 Kind = Literal["huggingface", "sentencepiece", "tiktoken"]
 KINDS: tuple[Kind, ...] = ("huggingface", "sentencepiece", "tiktoken")
 _PACKAGES = ("tokenizers", "sentencepiece", "tiktoken")  # which read them
 SPECIAL = ("bos", "eos", "pad", "unk")
-# Of Llama 3 and GPT-4: words with their space, up to three digits, punctuation, line ends.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ class SubwordTokenizer:
 
     @functools.cached_property
     def _reader(self) -> Any:
-        return _open(self.kind, self.content, self.settings)
+        return open_reader(self.kind, self.content, self.settings)
 
     @functools.cached_property
     def _size(self) -> int:
@@ -184,72 +178,7 @@ def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
     return found
 
 
-def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
-    """The tokenizer of another project's file or folder, by what it holds.
-
-    tokenizer.json (with special tokens of the tokenizer_config.json beside it), *.model of SentencePiece, and lines
-    of base64 and rank of tiktoken (Llama 3's tokenizer.model; its pattern, and special tokens of a
-    tokenizer_config.json). The chat template is that of the folder (`load_template`).
-    Raises ValueError for other content, FileNotFoundError for no file.
-    """
-    path = Path(path)
-    if (there := disk.listed(path)) is not None:
-        names = [name for name in ("tokenizer.json", "tokenizer.model", "spiece.model") if name in there]
-        if not names:
-            raise ValueError(
-                f"{path}: got a folder without tokenizer.json, tokenizer.model and spiece.model, wanted one of them; "
-                "name the file"
-            )
-        path = path / names[0]
-    content = path.read_bytes()
-    kind, chat = _kind_of(path, content), load_template(path.parent)
-    named = _named_by_config(path.with_name("tokenizer_config.json"))
-    if kind == "tiktoken":
-        ranks = _ranks(path, content)
-        names = {text: len(ranks) + i for i, text in enumerate(named.pop("added", []))}
-        settings = {"pattern": _WORDS, "special": names}
-        special = {k: names[v] for k, v in named.items() if v in names}
-        return SubwordTokenizer(kind, content, special, settings, chat)
-    named.pop("added", None)
-    reader = _open(kind, content, {})
-    if kind == "sentencepiece":
-        ids = {name: getattr(reader, f"{name}_id")() for name in SPECIAL}
-        return SubwordTokenizer(kind, content, {name: value for name, value in ids.items() if value >= 0}, {}, chat)
-    ids = {name: reader.token_to_id(text) for name, text in named.items()}
-    return SubwordTokenizer(kind, content, {name: x for name, x in ids.items() if x is not None}, {}, chat)
-
-
-def _kind_of(path: Path, content: bytes) -> Kind:
-    start = content[:512].lstrip()
-    if start.startswith(b"{"):
-        return "huggingface"
-    first = start.split(b"\n")[0].split()
-    if len(first) == 2 and first[1].isdigit():
-        return "tiktoken"
-    if content[:1] == b"\n":  # field 1 of its protocol buffer: the first piece
-        return "sentencepiece"
-    raise ValueError(
-        f"{path}: got a file of {len(content)} bytes that is no tokenizer known here, wanted tokenizer.json, a model "
-        "of SentencePiece or the ranks of tiktoken"
-    )
-
-
-def _named_by_config(path: Path) -> dict[str, Any]:
-    """{"eos": text, ..., "added": texts in the order of their ids} of a tokenizer_config.json, what of it there is."""
-    if (content := disk.content_of(path)) is None:
-        return {}
-    try:
-        known = json.loads(content)
-        texts = {name: known.get(f"{name}_token") for name in SPECIAL}
-        found = {name: x.get("content") if isinstance(x, dict) else x for name, x in texts.items()}
-        added = known.get("added_tokens_decoder") or {}
-        order = [added[i]["content"] for i in sorted(added, key=int)]
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: got no configuration of a tokenizer ({error}), wanted Hugging Face's JSON") from None
-    return {name: text for name, text in found.items() if isinstance(text, str)} | ({"added": order} if order else {})
-
-
-def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
+def ranks_of(path: Path, content: bytes) -> dict[bytes, int]:
     """Of each token's bytes, its id."""
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -261,7 +190,8 @@ def _ranks(path: Path, content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def _open(kind: Kind, content: bytes, settings: Mapping[str, Any]) -> Any:
+def open_reader(kind: Kind, content: bytes, settings: Mapping[str, Any]) -> Any:
+    """The object of the package that reads this kind. ValueError for content that it cannot read."""
     package = _PACKAGES[KINDS.index(kind)]
     try:
         module = importlib.import_module(package)
@@ -271,10 +201,13 @@ def _open(kind: Kind, content: bytes, settings: Mapping[str, Any]) -> Any:
         ) from None
     try:
         if kind == "huggingface":
-            return module.Tokenizer.from_str(content.decode("utf-8"))
+            found = module.Tokenizer.from_str(content.decode("utf-8"))
+            found.no_truncation()  # a file that was saved after a call may cut each text, and fill it up
+            found.no_padding()
+            return found
         if kind == "sentencepiece":
             return module.SentencePieceProcessor(model_proto=content)
-        ranks = _ranks(Path("tiktoken"), content)
+        ranks = ranks_of(Path("tiktoken"), content)
         return module.Encoding(
             "fmegatron", pat_str=settings["pattern"], mergeable_ranks=ranks, special_tokens=dict(settings["special"])
         )

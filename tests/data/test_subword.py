@@ -20,6 +20,11 @@ TEXT = (ROOT / "data" / "tinyshakespeare.txt").read_text()[:4000]
 HARD = "\n  naïve ★ 日本語 </s> 123456\t<|e|> \u0301x\n\n"
 WORDS = {bytes([i]): i for i in range(256)} | {word.encode(): 256 + i for i, word in enumerate((" t", "he", " the"))}
 
+QWEN = (  # a digit at a time
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 def of_huggingface(folder):
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -52,8 +57,8 @@ def of_tiktoken(folder):
     (folder / "tokenizer.model").write_bytes(b"\n".join(lines) + b"\n")
     added = {"260": {"content": "<|e|>"}, "259": {"content": "<|b|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|e|>", "added_tokens_decoder": added}))
-    pattern = load_tokenizer(folder).settings["pattern"]
-    made = tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=WORDS, special_tokens={"<|e|>": 260})
+    (folder / "tokenizer.model.pattern").write_text(QWEN + "\n")
+    made = tiktoken.Encoding("own", pat_str=QWEN, mergeable_ranks=WORDS, special_tokens={"<|e|>": 260})
     return lambda text: made.encode(text, disallowed_special=()), {"eos": 260}
 
 
