@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--split", help="shares of training, validation and test, e.g. 969,30,1")
     p.add_argument("--pack", type=int, metavar="S", help="store a plan of rows of S tokens as well: PREFIX.pack-S")
     p.add_argument("--fresh", action="store_true", help="begin anew where parts of another call are there")
+    p.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be read, and list them")
 
     p = below.add_parser("merge", help="join corpora of one dtype, in order")
     p.add_argument("output", metavar="PREFIX")
@@ -80,6 +81,7 @@ def _prepare(options: argparse.Namespace) -> None:
             part_bytes=options.part_bytes,
             split=options.split,
             fresh=options.fresh,
+            skip_bad=options.skip_bad,
             progress=progress,
         )
     if options.pack is not None:

@@ -21,6 +21,7 @@ from fmegatron.data.fingerprint import fingerprint
 from fmegatron.data.indexed import IndexedTokens, bare
 from fmegatron.data.indexed_writer import IndexedWriter, link_indexed, merge_indexed, token_dtype
 from fmegatron.data.open_tokenizer import keep_beside, load_tokenizer
+from fmegatron.data.samples import Sample, Skipped, require_same_text, skipped_of
 from fmegatron.data.stored import digest_of
 from fmegatron.data.texts import Part, parts_of, texts_of
 from fmegatron.data.tokenizers import ByteTokenizer
@@ -41,6 +42,7 @@ def prepare(
     part_bytes: int = 64 << 20,
     split: str | None = None,
     fresh: bool = False,
+    skip_bad: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Tokenize the texts of files, in their order, to a corpus; returns what PREFIX.json states of it.
@@ -58,8 +60,13 @@ def prepare(
         part_bytes: of a part, the work of a process at a time.
         split: shares such as "969,30,1": their ranges of tokens, at bounds of documents, are in PREFIX.json.
         fresh: begin anew where parts of another call are there.
+        skip_bad: leave documents out that cannot be read (no UTF-8, no JSON, no text, half of a surrogate pair). How
+            many, why and where is in PREFIX.json under "skipped"; all places (10,000 of a part) are in
+            PREFIX.skipped.jsonl. An input of which nothing can be read is an error.
         progress: called with (parts done, parts, tokens so far).
 
+    Some documents of each part are decoded again: where more than a tenth of their characters is not what it was, a
+    RuntimeWarning counts them, and where more than half is, ValueError.
     Raises ValueError for inputs that cannot be read, with file and byte, and for parts of another call; RuntimeError
     where a worker died.
     """
@@ -81,11 +88,15 @@ def prepare(
     there = set(disk.listed(folder) or ())  # a run that ended while it removed them has left some of their files
     for number in range(len(parts)):
         if there >= {f"{number:06d}.{kind}" for kind in ("bin", "idx", "json")}:
-            found[number] = json.loads((folder / f"{number:06d}.json").read_bytes())
-    for number, stats in _made(parts, folder, tokenizer, dtype.name, key, eod, workers, set(found)):
+            stats = json.loads((folder / f"{number:06d}.json").read_bytes())
+            if skip_bad or not stats.get("skipped", {}).get("documents"):  # else it is read again, and refused
+                found[number] = stats
+    for number, stats in _made(parts, folder, tokenizer, dtype.name, key, eod, skip_bad, workers, set(found)):
         found[number] = stats
         if progress is not None:
             progress(len(found), len(parts), sum(one["tokens"] for one in found.values()))
+    require_same_text(prefix, [one["sample"] for one in found.values() if "sample" in one])
+    skipped = skipped_of(prefix, parts, found) if skip_bad else {}
     if not any(one["bytes"] for one in found.values()):
         shutil.rmtree(folder)
         named = ", ".join(str(path) for path in inputs)
@@ -112,6 +123,7 @@ def prepare(
         "tokenizer_digest": digest_of(tool.describe()),
         "split": None if shares is None else _split(tokens, shares),
         "inputs": files,
+        **skipped,
     }  # fmt: skip
     keep_beside(tool, prefix)
     with whole.whole_file(f"{prefix}.json") as file:
@@ -150,9 +162,10 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
             file.write(json.dumps(arguments).encode())
 
 
-def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str, eod, workers: int, done: set[int]):
+def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str, eod, skip_bad: bool,
+          workers: int, done: set[int]):  # fmt: skip
     """(number, statistics) of each part that was not done, as they are finished."""
-    todo = [(n, part, str(folder / f"{n:06d}"), tokenizer, dtype, key, eod) for n, part in enumerate(parts)
+    todo = [(n, part, str(folder / f"{n:06d}"), tokenizer, dtype, key, eod, skip_bad) for n, part in enumerate(parts)
             if n not in done]  # fmt: skip
     if workers == 1 or len(todo) < 2:
         yield from (tokenize_part(*one) for one in todo)
@@ -186,19 +199,28 @@ def _end_with_parent() -> None:
 
 
 def tokenize_part(
-    number: int, part: Part, prefix: str, tokenizer: str, dtype: str, key: str, eod: int | None
-) -> tuple[int, dict[str, int]]:
+    number: int,
+    part: Part,
+    prefix: str,
+    tokenizer: str,
+    dtype: str,
+    key: str,
+    eod: int | None,
+    skip_bad: bool,
+) -> tuple[int, dict[str, Any]]:
     """Write one part as a corpus, and its statistics beside it when it is complete."""
     tool = _tokenizer(tokenizer)
-    bytes_ = 0
+    bytes_, bad, sample = 0, Skipped() if skip_bad else None, Sample()
     with IndexedWriter(prefix, dtype) as writer:
-        for texts in _together(texts_of(part, key)):
+        for texts in _together(texts_of(part, key, bad)):
             ids, lengths = tool.encode_many(texts)
+            sample.take(tool, texts, ids, lengths)
             if eod is not None:
                 ids, lengths = np.insert(ids.astype(dtype), np.cumsum(lengths), eod), lengths + 1
             writer.add_documents(ids, lengths)
             bytes_ += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
-        stats = {"tokens": writer.tokens, "documents": writer.documents, "bytes": bytes_}
+        stats = {"tokens": writer.tokens, "documents": writer.documents, "bytes": bytes_, "sample": sample.counts}
+        stats |= {} if bad is None else {"skipped": bad.stats()}
     with whole.whole_file(f"{prefix}.json") as file:
         file.write(json.dumps(stats).encode())
     return number, stats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -73,37 +74,52 @@ def parts_of(path: str | os.PathLike, part_bytes: int) -> list[Part]:
     return [Part(name, kind, 0, 1)]
 
 
-def texts_of(part: Part, key: str) -> Iterator[str]:
+class Bad(NamedTuple):
+    """A document that was left out. at: the byte of its line, or its row, or 0; why: in words."""
+
+    path: str
+    at: int
+    why: str
+
+
+def texts_of(part: Part, key: str, bad: list[Bad] | None = None) -> Iterator[str]:
     """The texts of a part, in order; key: the field of an object or row that has it. A text file is one text.
 
-    ValueError names the file and the place of what cannot be read.
+    bad: gets the documents that cannot be read, which are left out; None: ValueError names the file and the place of
+    the first. What is damaged as a file is an error in either case.
     """
     if part.kind == "text":
         with open(part.path, "rb") as file:
-            yield _decoded(file.read(), part.path, 0).removeprefix(_MARK)
+            data = file.read()
+        try:
+            yield _decoded(data, part.path, 0).removeprefix(_MARK)
+        except ValueError as error:
+            _leave_out(bad, Bad(part.path, 0, str(error)), error)
     elif part.kind == "lines":
         with open(part.path, "rb") as file:
             if part.start:
                 file.seek(part.start - 1)
                 file.readline()  # the line that began before belongs to the part before
             begin = file.tell()
-            yield from _lines(_blocks(file, part.stop - begin), part.path, key, begin)
+            yield from _lines(_blocks(file, part.stop - begin), part.path, key, begin, bad)
     elif part.kind == "gzip":
         try:
             with gzip.open(part.path, "rb") as file:
-                yield from _lines(_blocks(file), part.path, key)
+                yield from _lines(_blocks(file), part.path, key, 0, bad)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{part.path}: got a damaged gzip file ({error}), wanted a complete one") from None
     elif part.kind == "zstd":
-        yield from _lines(_zstd(part.path), part.path, key)
+        yield from _lines(_zstd(part.path), part.path, key, 0, bad)
     elif part.kind == "parquet":
         file = _parquet(part.path)
         if key not in file.schema_arrow.names:
             raise _no_key(part.path, key, file.schema_arrow.names)
         try:
+            row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
             for batch in file.iter_batches(row_groups=list(range(part.start, part.stop)), columns=[key]):
-                where = f"{part.path}, row group {part.start}"
-                yield from _texts(batch.column(0).to_pylist(), where, key, file.schema_arrow.names)
+                where, values = f"{part.path}, row group {part.start}", batch.column(0).to_pylist()
+                yield from _texts(values, part.path, row, where, key, file.schema_arrow.names, bad)
+                row += len(values)
         except OSError as error:
             raise ValueError(f"{part.path}: got a damaged Parquet file ({error}), wanted a complete one") from None
     else:
@@ -113,17 +129,33 @@ def texts_of(part: Part, key: str) -> Iterator[str]:
         column = rows.select_columns([key])
         for a in range(part.start, part.stop, _ROWS):
             where = f"{part.path}, rows {a} to {min(a + _ROWS, part.stop) - 1}"
-            yield from _texts(column[a : min(a + _ROWS, part.stop)][key], where, key, rows.column_names)
+            values = column[a : min(a + _ROWS, part.stop)][key]
+            yield from _texts(values, part.path, a, where, key, rows.column_names, bad)
 
 
-def _texts(values: list, where: str, key: str, names: Iterable[str]) -> list[str]:
-    if not all(isinstance(value, str) for value in values):
-        kinds = ", ".join(sorted({type(value).__name__ for value in values} - {"str"}))
-        raise ValueError(
-            f"{where}: got {kinds} in {key!r}, one of the fields {', '.join(names)}, wanted texts; name another field "
+def _leave_out(bad: list[Bad] | None, one: Bad, error: ValueError) -> None:
+    """Note it, or raise the error."""
+    if bad is None:
+        error.args = (f"{error}; or leave such documents out: --skip-bad",)
+        raise error from None
+    bad.append(one)
+
+
+def _texts(
+    values: list, path: str, first: int, where: str, key: str, names: Iterable[str], bad: list[Bad] | None
+) -> Iterator[str]:
+    """The texts of rows from `first` on."""
+    kinds = ", ".join(sorted({type(value).__name__ for value in values} - {"str"}))
+    for row, value in enumerate(values, first):
+        if isinstance(value, str) and (value.isascii() or _is_unicode(value)):
+            yield value
+            continue
+        got = "half of a surrogate pair" if isinstance(value, str) else kinds
+        error = ValueError(
+            f"{where}: got {got} in {key!r}, one of the fields {', '.join(names)}, wanted texts; name another field "
             "with --key, or leave out rows without a text"
         )
-    return values
+        _leave_out(bad, Bad(path, row, f"{type(value).__name__} in {key!r}"), error)
 
 
 def _blocks(file: IO[bytes] | gzip.GzipFile, size: int | None = None) -> Iterator[bytes]:
@@ -163,42 +195,70 @@ def _zstd(path: str) -> Iterator[bytes]:
         yield left
 
 
-def _lines(blocks: Iterator[bytes], path: str, key: str, at: int = 0) -> Iterator[str]:
+def _lines(blocks: Iterator[bytes], path: str, key: str, at: int, bad: list[Bad] | None) -> Iterator[str]:
     """The texts of JSON lines, in order; at: the byte with which the first block begins."""
     for data in blocks:
-        lines = _decoded(data, path, at).split("\n")
+        try:
+            lines = _decoded(data, path, at).split("\n")
+        except ValueError as error:
+            if bad is None:
+                _leave_out(bad, Bad(path, at, ""), error)
+            lines = data.split(b"\n")
+        place = _Places(data, at)
         for number, line in enumerate(lines):
-            if not line or line.isspace():
-                continue
             try:
-                found = json.loads(line if at or number else line.removeprefix(_MARK))
-            except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of too deep arrays
-                raise ValueError(
-                    f"{path}: got a line at byte {_place(lines, number, at)} that is no JSON ({error}), wanted one "
-                    "object a line"
-                ) from None
-            text = found.get(key) if isinstance(found, dict) else None
-            if not isinstance(text, str):
-                where = f"{path}, byte {_place(lines, number, at)}"
-                if not isinstance(found, dict):
-                    raise ValueError(
-                        f"{where}: got a line that is a {type(found).__name__}, wanted one object a line; write each "
-                        "of its objects in a line of its own"
-                    )
-                raise _no_key(where, key, found)
-            if "\\u" in line and not _is_unicode(text):
-                raise ValueError(
-                    f"{path}, byte {_place(lines, number, at)}: got half of a surrogate pair in {key!r}, such as "
-                    "\\ud83d alone, wanted Unicode; replace it in the text, by text.encode('utf-16', "
-                    "'surrogatepass').decode('utf-16', 'replace')"
-                )
-            yield text
+                text = _text(line, path, place, number, key)
+            except ValueError as error:
+                _leave_out(bad, Bad(path, place(number), str(error).removeprefix(f"{path}: ")[:300]), error)
+                continue
+            if text is not None:
+                yield text
         at += len(data)
 
 
-def _place(lines: list[str], number: int, at: int) -> int:
-    """The byte of a line."""
-    return at + sum(len(line.encode()) + 1 for line in lines[:number])
+class _Places:
+    """The bytes with which the lines of `data` begin, counted when they are asked for. at: with which it begins."""
+
+    def __init__(self, data: bytes, at: int):
+        self._data, self.at, self._starts = data, at, None
+
+    def __call__(self, number: int) -> int:
+        if self._starts is None:
+            lengths = [len(line) + 1 for line in self._data.split(b"\n")]
+            self._starts = list(itertools.accumulate(lengths, initial=self.at))
+        return self._starts[number]
+
+
+def _text(line: str | bytes, path: str, place: _Places, number: int, key: str) -> str | None:
+    """The text of a line; None of an empty one."""
+    if isinstance(line, bytes):
+        line = _decoded(line, path, place(number))
+    if not line or line.isspace():
+        return None
+    try:
+        found = json.loads(line if place.at or number else line.removeprefix(_MARK))
+    except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of too deep arrays
+        raise ValueError(
+            f"{path}: got a line at byte {place(number)} that is no JSON ({error}), wanted one object a line"
+        ) from None
+    text = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(text, str):
+        where = f"{path}, byte {place(number)}"
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"{where}: got a line that is a {type(found).__name__}, wanted one object a line; write each "
+                "of its objects in a line of its own"
+            )
+        if key in found:
+            raise ValueError(f"{where}: got {type(found[key]).__name__} in {key!r}, wanted a text")
+        raise _no_key(where, key, found)
+    if "\\u" in line and not _is_unicode(text):
+        raise ValueError(
+            f"{path}, byte {place(number)}: got half of a surrogate pair in {key!r}, such as "
+            "\\ud83d alone, wanted Unicode; replace it in the text, by text.encode('utf-16', "
+            "'surrogatepass').decode('utf-16', 'replace')"
+        )
+    return text
 
 
 def _is_unicode(text: str) -> bool:
