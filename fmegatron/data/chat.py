@@ -12,6 +12,8 @@ import numpy as np
 from fmegatron.data.sources import Items, Row
 from fmegatron.data.template import ChatTemplate, Messages
 
+_LOOKED_AT = 16  # items that show whether a template writes past turns in another way
+
 
 def template_of(tokenizer: Any, template: ChatTemplate | None = None) -> ChatTemplate:
     """The chat template: the one given, else the tokenizer's own, of our tokenizers (`chat`) or of `transformers`.
@@ -77,6 +79,21 @@ def chat_row(
         spans = by.marks(messages, **more)
     if spans is None:
         spans = _grown(by, text, messages, roles, more)
+    return _learned(tokenizer, text, spans)
+
+
+def turn_row(
+    tokenizer: Any, messages: Messages, turn: int, template: ChatTemplate | None = None, **more: object
+) -> Row:
+    """`chat_row` of the messages up to number `turn`, of which that one alone is learned: for a template that writes
+    what was before in another way (thoughts of past turns are cut). ValueError as there."""
+    by = template_of(tokenizer, template)
+    text = by.render(messages[: turn + 1], False, **more)
+    return _learned(tokenizer, text, [_growth(by, text, messages, turn, more)])
+
+
+def _learned(tokenizer: Any, text: str, spans: Sequence[tuple[int, int]]) -> Row:
+    """The row of a text of which these characters (start, stop) are learned."""
     ids, characters = located(tokenizer, text)
     learned = np.zeros(len(text) + 2, dtype=np.int64)
     for start, stop in spans:
@@ -90,21 +107,25 @@ def _grown(
     by: ChatTemplate, text: str, messages: Messages, roles: Sequence[str], more: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
     """(start, stop) of the characters by which each message of these roles makes the text longer."""
-    found = []
-    for n, message in enumerate(messages):
-        if message.get("role") not in roles:
-            continue
-        before = by.render(messages[:n], message["role"] == "assistant", **more) if n else ""
-        after = by.render(messages[: n + 1], **more)
-        if not text.startswith(after) or not after.startswith(before):
-            raise ValueError(
-                f"chat: message {n}: got a template without {{% generation %}} marks whose text of the first "
-                f"{n + (not text.startswith(after))} messages is no beginning of its text of all of them, so that "
-                "nothing tells what belongs to a message, wanted one that only adds; mark the answers in the template, "
-                "or use one without a look at other messages"
-            )
-        found.append((len(before), len(after)))
-    return found
+    return [_growth(by, text, messages, n, more) for n, one in enumerate(messages) if one.get("role") in roles]
+
+
+def _growth(by: ChatTemplate, text: str, messages: Messages, n: int, more: Mapping[str, Any]) -> tuple[int, int]:
+    """(start, stop) of the characters by which message `n` makes a text longer."""
+    before = by.render(messages[:n], messages[n]["role"] == "assistant", **more) if n else ""
+    after = by.render(messages[: n + 1], **more)
+    if not text.startswith(after) or not after.startswith(before):
+        raise _OtherBeforeError(
+            f"chat: message {n}: got a template without {{% generation %}} marks whose text of the first "
+            f"{n + (not text.startswith(after))} messages is no beginning of its text of all of them, so that "
+            "nothing tells what belongs to a message, wanted one that only adds; make a row of each turn "
+            "(data.Chats(rows='turn')), mark the answers in the template, or use one without a look at other messages"
+        )
+    return len(before), len(after)
+
+
+class _OtherBeforeError(ValueError):
+    """A template writes messages in another way when others follow."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +135,10 @@ class Chats:
     source: items are lists of messages, or mappings with them in `key`, and perhaps "tools". roles: whose messages are
     learned. template: in the place of the tokenizer's own. without_answer: what becomes of items of which nothing is
     learned (no message of these roles, or it begins behind seq_len), `unanswered`: "keep" them; "drop" them, for which
-    all items are read once; or "refuse" one with ValueError when it is read.
+    all items are read once; or "refuse" one with ValueError when it is read. rows: "chat", a row of each item; "turn",
+    a row of each message that is learned, with what is before it, for templates that write past turns in another way
+    (the thoughts of Qwen3 are cut), for which all items are read once; None: what the template asks for, which some
+    items show.
     """
 
     source: Items
@@ -124,38 +148,86 @@ class Chats:
     roles: tuple[str, ...] = ("assistant",)
     template: ChatTemplate | None = None
     without_answer: Literal["keep", "drop", "refuse"] = "keep"
+    rows: Literal["chat", "turn"] | None = None
 
     def __post_init__(self) -> None:
+        if self.rows not in (None, "chat", "turn"):
+            raise ValueError(f"Chats.rows: got {self.rows!r}, wanted 'chat', 'turn' or None")
         if self.without_answer not in ("keep", "drop", "refuse"):
             raise ValueError(f"Chats.without_answer: got {self.without_answer!r}, wanted 'keep', 'drop' or 'refuse'")
 
     @cached_property
     def unanswered(self) -> tuple[int, ...]:
         """Numbers of the items of the source of which nothing is learned. The first time, reads all of them."""
-        return tuple(i for i in range(len(self.source)) if not self._row(i)["mask"].any())
+        answered = {item for item, turn in self._places if self._row(item, turn)["mask"].any()}
+        return tuple(i for i in range(len(self.source)) if i not in answered)
 
     @cached_property
-    def _answered(self) -> list[int]:
-        without = set(self.unanswered)
-        return [i for i in range(len(self.source)) if i not in without]
+    def _by_turn(self) -> bool:
+        if self.rows is not None:
+            return self.rows == "turn"
+        size = len(self.source)
+        for i in sorted({k * (size - 1) // (_LOOKED_AT - 1) for k in range(_LOOKED_AT)} if size else ()):
+            if len(self._turns(i)) > 1:
+                try:
+                    self._row(i, None)
+                except _OtherBeforeError:
+                    return True
+        return False
+
+    @cached_property
+    def _places(self) -> Sequence[tuple[int, int | None]]:
+        """(item, turn; None: all of it) of each row, those that may be dropped included."""
+        if not self._by_turn:
+            return _Items(len(self.source))
+        return [(i, turn) for i in range(len(self.source)) for turn in self._turns(i) or [None]]
+
+    @cached_property
+    def _kept(self) -> Sequence[tuple[int, int | None]]:
+        if self.without_answer != "drop":
+            return self._places
+        return [place for place in self._places if self._row(*place)["mask"].any()]
 
     def __len__(self) -> int:
-        return len(self._answered if self.without_answer == "drop" else self.source)
+        return len(self._kept)
 
     def __getitem__(self, index: int) -> Row:
-        index = self._answered[index] if self.without_answer == "drop" else index
-        row = self._row(index)
+        item, turn = self._kept[index]
+        row = self._row(item, turn)
         if self.without_answer == "refuse" and not row["mask"].any():
             raise ValueError(
-                f"Chats: item {index}: got a chat in whose first {self.seq_len} tokens nothing is learned, wanted a "
+                f"Chats: item {item}: got a chat in whose first {self.seq_len} tokens nothing is learned, wanted a "
                 f"message of {' or '.join(self.roles)} there; raise seq_len, or leave such chats out: "
                 'without_answer="drop"'
             )
         return row
 
-    def _row(self, index: int) -> Row:
+    def _messages(self, item: Any) -> Messages:
+        return item[self.key] if isinstance(item, Mapping) else item
+
+    def _turns(self, index: int) -> list[int]:
+        """The messages of an item that are learned."""
+        return [n for n, one in enumerate(self._messages(self.source[index])) if one.get("role") in self.roles]
+
+    def _row(self, index: int, turn: int | None) -> Row:
         item = self.source[index]
-        mapping = isinstance(item, Mapping)
-        more = {"tools": item["tools"]} if mapping and item.get("tools") else {}
-        row = chat_row(self.tokenizer, item[self.key] if mapping else item, self.roles, self.template, **more)
+        more = {"tools": item["tools"]} if isinstance(item, Mapping) and item.get("tools") else {}
+        of = self.tokenizer, self._messages(item)
+        if turn is None:
+            row = chat_row(*of, self.roles, self.template, **more)
+        else:
+            row = turn_row(*of, turn, self.template, **more)
         return {name: x[: self.seq_len] for name, x in row.items()}
+
+
+class _Items(Sequence):
+    """(0, None), (1, None), ..., of so many items."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index):
+        return range(self.size)[index], None

@@ -156,6 +156,7 @@ class SubwordTokenizer:
         saved = {**self.describe(), "settings": dict(self.settings)}
         if self.chat is not None:
             saved["chat"] = {"text": self.chat.text, "special": dict(self.chat.special)}
+            saved["chat"] |= {} if self.chat.date is None else {"date": self.chat.date}
         content = base64.b64encode(self.content).decode("ascii")
         Path(path).write_text(json.dumps({**saved, "content": content}) + "\n", "utf-8")
 
@@ -164,7 +165,8 @@ def from_saved(saved: Mapping[str, Any]) -> SubwordTokenizer:
     """The tokenizer of a file that `save` wrote; ValueError where its bytes have another digest."""
     try:
         content = base64.b64decode(saved["content"], validate=True)
-        chat = None if "chat" not in saved else ChatTemplate(saved["chat"]["text"], dict(saved["chat"]["special"]))
+        given = saved.get("chat")
+        chat = None if given is None else ChatTemplate(given["text"], dict(given["special"]), given.get("date"))
         found = SubwordTokenizer(saved["kind"], content, dict(saved["special"]), dict(saved["settings"]), chat)
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise ValueError(

@@ -6,10 +6,10 @@ tokenizer_config.json; what an answer is may be marked {% generation %} ... {% e
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,9 @@ _BEGIN, _END = "\ufdd0", "\ufdd1"  # noncharacters of Unicode, which no text has
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template. text: Jinja. special: what it knows beside the messages, such as {"bos_token": "<s>"}.
+    """A chat template. text: Jinja. special: what it knows beside the messages, such as {"bos_token": "<s>"}. date: of
+    today, for a template that writes it (`strftime_now`), such as "2026-11-27" or "2026-11-27 13:00"; rows of one date
+    are the same on all ranks, and tomorrow.
 
     The template comes from elsewhere: it sees plain JSON values only, in a sandbox that lets it call nothing of ours.
     Rendering raises ValueError for a template that is wrong, or refuses the messages; ImportError without jinja2.
@@ -31,17 +33,22 @@ class ChatTemplate:
 
     text: str
     special: Mapping[str, str] = field(default_factory=dict)
+    date: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.date is not None:
+            _moment(self.date)
 
     def __hash__(self) -> int:
         return hash(self.text)
 
     def __reduce__(self):  # what is compiled does not travel
-        return ChatTemplate, (self.text, dict(self.special))
+        return ChatTemplate, (self.text, dict(self.special), self.date)
 
     @functools.cached_property
     def _compiled(self) -> tuple[Any, Any]:
         """Without and with characters where marks begin and end."""
-        return _compiled(self.text, "", ""), _compiled(self.text, _BEGIN, _END)
+        return _compiled(self.text, "", "", self.date), _compiled(self.text, _BEGIN, _END, self.date)
 
     def render(self, messages: Messages, prompt: bool = False, **more: object) -> str:
         """The text of messages. prompt: with the header of an answer behind them (`add_generation_prompt`). more: JSON
@@ -76,7 +83,7 @@ class ChatTemplate:
         known = _plain({**known, "messages": list(messages), "add_generation_prompt": prompt})
         try:
             return self._compiled[which].render(known)
-        except ImportError:
+        except (ImportError, _NoDateError):
             raise
         except Exception as error:  # what a template does with messages may fail in every way
             raise ValueError(
@@ -145,7 +152,18 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"chat: got {type(value).__name__} {value!r:.40}, wanted JSON values; give the texts of messages")
 
 
-def _compiled(text: str, begin: str, end: str) -> Any:
+class _NoDateError(ValueError):
+    """A template asks for the date of today, which a run of two days does not have."""
+
+
+def _moment(date: str) -> datetime.datetime:
+    try:
+        return datetime.datetime.fromisoformat(date)
+    except (TypeError, ValueError):
+        raise ValueError(f"ChatTemplate: date: got {date!r:.60}, wanted one such as '2026-11-27'") from None
+
+
+def _compiled(text: str, begin: str, end: str, date: str | None) -> Any:
     try:
         from jinja2 import TemplateError, TemplateSyntaxError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -174,10 +192,17 @@ def _compiled(text: str, begin: str, end: str) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
+
+    def now(form: str) -> str:
+        if date is None:
+            raise _NoDateError(
+                "chat template: got one that writes the date of today, by which ranks differ at midnight and a run "
+                "cannot be resumed tomorrow, wanted a fixed date; dataclasses.replace(template, date='2026-11-27')"
+            )
+        return _moment(date).strftime(form)
+
     environment.filters["tojson"] = as_json
-    environment.globals.update(
-        raise_exception=refused, strftime_now=lambda form: time.strftime(form), dict=lambda *x, **more: dict(*x, **more)
-    )
+    environment.globals.update(raise_exception=refused, strftime_now=now, dict=lambda *x, **more: dict(*x, **more))
     try:
         return environment.from_string(text)
     except TemplateSyntaxError as error:

@@ -7,9 +7,11 @@ The weights, the model and the tokenizer come from the checkpoint alone (`model.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -118,6 +120,8 @@ def _template(tokenizer: Tokenizer, given: argparse.Namespace) -> ChatTemplate |
         raise ValueError(f"{given.template}: got a folder without a chat template, wanted one; name the .jinja file")
     if given.system is not None and found is None:
         raise ValueError("--system: got a tokenizer without a chat template, wanted one; pass --template")
+    if found is not None and found.date is None:  # who is answered now is told of today
+        found = replace(found, date=datetime.date.today().isoformat())
     return None if given.prompt is not None or given.turn is not None else found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -180,3 +181,72 @@ def test_only_json_values_reach_a_template():
     trims = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
     with pytest.raises(ValueError, match="text changes with its {% generation %} marks"):
         ChatTemplate(trims).marks(CHAT)
+
+
+# ---- the date of today, and past turns that are written in another way
+DATED = "{{ strftime_now('%d %b %Y') }} " + PLAIN
+
+
+def test_a_template_that_writes_the_date_asks_for_one(both, tmp_path):
+    """One of today would give other rows tomorrow, and on ranks whose clocks differ."""
+    ours, _ = both
+    template = ChatTemplate(DATED, ours.chat.special)
+    for use in (lambda: template.render(CHAT), lambda: Chats([CHAT], ours, 64, template=template)[0]):
+        with pytest.raises(ValueError, match=r"writes the date of today, .* dataclasses.replace\(template, date="):
+            use()
+    fixed = replace(template, date="2026-02-03")
+    assert fixed.render(CHAT).startswith("03 Feb 2026 <s>") and ours.chat.render(CHAT) in fixed.render(CHAT)
+    of = [SourceBatches(Chats([CHAT] * 3, ours, 64, template=t), 2, 64, 0) for t in (fixed, replace(fixed))]
+    other = SourceBatches(Chats([CHAT] * 3, ours, 64, template=replace(fixed, date="2026-02-04")), 2, 64, 0)
+    assert of[0].describe() == of[1].describe() != other.describe()
+    tokenizer = replace(ours, chat=fixed)
+    tokenizer.save(tmp_path / "saved.json")
+    assert load_tokenizer(tmp_path / "saved.json").chat == fixed == pickle.loads(pickle.dumps(fixed))
+    hours = replace(template, text="{{ strftime_now('%H:%M') }}", date="2026-02-03 13:05")
+    assert hours.render(CHAT) == "13:05"
+    with pytest.raises(ValueError, match="date: got 'today', wanted one such as '2026-11-27'"):
+        replace(template, date="today")
+
+
+CUTS = (  # as Qwen3's: thoughts are in the last answer only
+    "{% set last = messages | length - 1 %}{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and "
+    "loop.index0 == last %}<think>{{ m.get('thought', '') }}</think>{% endif %}{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thought": "hm"},
+    {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"},
+]  # fmt: skip
+
+
+def test_a_template_that_cuts_past_thoughts_has_a_row_a_turn():
+    tokenizer, template = ByteTokenizer(), ChatTemplate(CUTS)
+    with pytest.raises(ValueError, match="make a row of each turn .data.Chats.rows='turn'"):
+        chat_row(tokenizer, TURNS, template=template)
+    chats = Chats([TURNS[:2], {"messages": TURNS}, TURNS[:1]], tokenizer, 200, template=template)
+    first = "<|user|>hi</s><|assistant|><think>hm</think>yes</s>"
+    second = "<|user|>hi</s><|assistant|>yes</s><|user|>more</s><|assistant|><think></think>no</s>"
+    rows = [chats[i] for i in range(len(chats))]
+    assert [tokenizer.decode([*row["tokens"][:1], *row["labels"]]) for row in rows] == [
+        first, first, second, "<|user|>hi</s>"
+    ]  # fmt: skip
+    assert [learned(tokenizer, row) for row in rows] == [
+        "<think>hm</think>yes</s>", "<think>hm</think>yes</s>", "<think></think>no</s>", ""
+    ]  # fmt: skip
+    assert chats.unanswered == (2,) and len(replace(chats, without_answer="drop")) == 3
+    with pytest.raises(ValueError, match="item 2: got a chat in whose first"):
+        replace(chats, without_answer="refuse")[3]
+    assert SourceBatches(chats, 2, 200, 0).windows == 4
+
+
+def test_rows_as_they_are_asked_for():
+    """A template that only adds has a row a chat, and turns where they are wanted; other roles have turns, too."""
+    tokenizer, template = ByteTokenizer(), ChatTemplate(PLAIN, {"bos_token": "", "eos_token": "|"})
+    chats = Chats([TURNS], tokenizer, 200, template=template)
+    assert len(chats) == 1 and len(replace(chats, rows="turn")) == 2
+    both = [learned(tokenizer, replace(chats, rows="turn")[i]) for i in range(2)]
+    assert both == ["yes|\n", "no|\n"] and learned(tokenizer, chats[0]) == "yes|\nno|\n"
+    asked = Chats([TURNS], tokenizer, 200, roles=("user",), template=template, rows="turn")
+    assert [learned(tokenizer, asked[i]) for i in range(2)] == ["|user|>\nhi|\n", "<|user|>\nmore|\n"]
+    with pytest.raises(ValueError, match="Chats.rows: got 'all'"):
+        replace(chats, rows="all")
