@@ -8,7 +8,6 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ _PLACES = 10_000  # of a part that are kept
 _SHOWN = 20  # in PREFIX.json
 _DOCUMENTS, _CHARACTERS = 4, 100_000  # of a part, and of a document, that are decoded
 _MOST_CHANGED, _MUCH_CHANGED = 0.5, 0.1
-_NONE = MappingProxyType({"documents": 0, "why": {}, "places": ()})
 
 
 class Skipped(list):
@@ -56,7 +54,7 @@ def skipped_of(prefix: str, parts: Sequence[Part], found: Mapping[int, Mapping[s
     lines = f"{prefix}.skipped.jsonl"
     with whole.whole_file(lines) as file:
         for number, part in enumerate(parts):
-            stats = found[number].get("skipped", _NONE)  # of a part that was made without it nothing is missing
+            stats = found[number].get("skipped") or Skipped().stats()  # a part that was made without it misses none
             kept[part.path] += found[number]["documents"]
             count, why = count + stats["documents"], why + Counter(stats["why"])
             for place in stats["places"]:

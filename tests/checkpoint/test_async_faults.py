@@ -132,7 +132,7 @@ def own_memory(pid):
         return next(int(line.split()[1]) << 10 for line in f if line.startswith("RssAnon"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_beside_the_arena(tmp_path):
     state = {f"w{i}": torch.ones(2 * MIB // 4) for i in range(20)} | {f"s{i}": torch.ones(999) for i in range(50)}
     layouts = {k: Layout(tuple(x.shape), x.dtype, Mesh()) for k, x in state.items()}

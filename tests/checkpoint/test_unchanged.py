@@ -147,6 +147,7 @@ def test_a_save_that_another_library_plans(tmp_path, monkeypatch):
     begun.end()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arena_bytes", [None, 3 << 20], ids=["all at once", "in portions"])
 @pytest.mark.parametrize("kind", ["contiguous", "strided", "bf16", "number"])
 def test_an_asynchronous_save_is_refused(tmp_path, monkeypatch, kind, arena_bytes):

@@ -171,7 +171,7 @@ OF_ONE_AXIS = [group for group, (_, names, _) in GROUPS.items() if names == ("a"
 LONG = [pytest.param(group, little, marks=pytest.mark.slow) for group in OF_ONE_AXIS for little in (None, 0)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "little"), [*few(1, itertools.product(LITTLE_GROUPS, (None, 0))), *LONG])
 def test_compiled(ranks, group, little):
     """The compiled graph computes the same."""

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 
 from fmegatron import checkpoint, model, plan, step, tree
@@ -50,6 +51,7 @@ def test_trained_saved_written_and_merged(tmp_path):
     assert torch.equal(*texts)
 
 
+@pytest.mark.slow
 def test_it_is_proven_and_planned():
     described = page()["describe"](DECODER, Mesh(fsdp=2, tp=2))
     report = step.check(*described)

@@ -41,7 +41,7 @@ def test_it_is_the_plain_loss(name, mask):
 MESHES = [(name, mesh) for name in VARIANTS for mesh in (Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(fsdp=2, cp=2))]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), few(1, MESHES, [f"{name}-{mesh}" for name, mesh in MESHES]))
 def test_on_a_mesh(name, mesh):
     of = tiny(loss_chunks=3, kv_heads=4, **VARIANTS[name])

@@ -32,7 +32,7 @@ def experts(name):
     return tiny(layers=1, mlp=model.MoE(ffn_dim=24, **fields), sequence_parallel="sequence" in name)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(1, [(name,) for name in SETTINGS], SETTINGS))
 def test_loss_and_each_gradient(name):
     of, mesh = experts(name), SETTINGS[name][0]

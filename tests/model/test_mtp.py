@@ -144,7 +144,7 @@ MESHED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(1, [(name,) for name in MESHED], MESHED))
 def test_on_a_mesh(name):
     """Rows have other numbers of tokens that count: the divisor of each depth is the global one."""

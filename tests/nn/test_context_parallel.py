@@ -264,7 +264,7 @@ def test_gloo_ranks(ranks, form, packed, backend, overlap):
         torch.testing.assert_close(found, sim.outputs[rank], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_in_a_compiled_layer():
     """A layer keeps what its policy says, the ring inside of it runs again: the same as without."""
     cp = Axes(CP2)["cp"]

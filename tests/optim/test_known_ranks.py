@@ -160,6 +160,7 @@ def on_ranks(rank, mesh, name):
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["muon", "clip"])
 def test_real_ranks(ranks, name):
     for said in ranks.run(on_ranks, Mesh(fsdp=2), name, ranks=2):

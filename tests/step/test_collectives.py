@@ -156,7 +156,7 @@ def assert_implied(mesh, codes, exchanges):
     assert backward.count("G") - head == backward.count("B") == tiny.CONFIG.layers, order  # not the forward's
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generated_code():
     """Of rank 0. That all ranks have the same graph, of which the same code is made: above. That compiled steps compute
     the same on ranks: overlap/test_ranks.py, and the next test for more meshes."""

@@ -77,7 +77,7 @@ def test_compiled():
     compare(some("compiled layers", LAYERS, 0, 3), "all", None, "aot_eager")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(1, [("last: softmax",), ("view: x, expanded",)]))
 def test_compiled_by_inductor(name):
     compare([name], "all", None, "inductor")

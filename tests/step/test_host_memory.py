@@ -165,6 +165,7 @@ def test_the_same_numbers_compiled(backend):
     assert_same(*(run[:2] for run in runs))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("donate", [0, None])
 def test_leaves_stay_where_they_are_if_donated(donate):
     run, specs = made(optim.adamw(1e-2), "host")
@@ -352,6 +353,7 @@ def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
     assert rounds[-1] == ["arrived", "left", "store"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["host", "host-update"])
 @pytest.mark.parametrize("mistake", ["arrived", "left"])
 def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake, memory):

@@ -119,7 +119,7 @@ def test_real_ranks_equal_simulated_ranks(ranks, mesh, policy, backend):
             assert relative_error(got, wanted) <= tolerance, f"{path} on rank {rank}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_real_ranks_fp32_losses(ranks, backend):
     config, mesh = make_config(dtype=torch.float32), Mesh(fsdp=2)

@@ -117,7 +117,7 @@ def test_documents_do_not_see_each_other(name):
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(1, [(name,) for name in PACKED], PACKED))
 def test_documents_on_a_mesh(name):
     of = tiny(**PACKED[name], sequence_parallel=True)
@@ -157,12 +157,16 @@ def mixed_stacks(**changes):
     return dataclasses.replace(of, blocks=(of.blocks[0], narrow, narrow, of.blocks[0]))
 
 
-@pytest.mark.long
+@pytest.mark.slow
+def test_blocks_of_two_kinds_on_a_mesh():
+    of = mixed_stacks(kv_heads=2, sequence_parallel=True)
+    check(of, FSDP_TP, save="inputs")
+    assert_proven(of, FSDP_TP)
+
+
 def test_blocks_of_two_kinds():
     of = mixed_stacks(kv_heads=2, sequence_parallel=True)
     assert {name: stack.depths for name, stack in of.stacks.items()} == {"blocks": (0, 3), "blocks2": (1, 2)}
-    check(of, FSDP_TP, save="inputs")
-    assert_proven(of, FSDP_TP)
     assert parameters(of)["total"] == sum(x.numel() for x in tree.leaves(init(of, Mesh(), 0)))
 
 
