@@ -110,6 +110,7 @@ UNTIL = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("text", "why", "least"), few(2, UNTIL))
 def test_until(tmp_path, monkeypatch, text, why, least):
     (tmp_path / "STOP").touch()

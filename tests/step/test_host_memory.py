@@ -196,6 +196,7 @@ SWAPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWAPS)
 @pytest.mark.parametrize("donate", [0, None])
 @pytest.mark.parametrize(
@@ -260,6 +261,7 @@ def test_the_host_updates(monkeypatch):
         assert travels == {torch.bfloat16} and sum(at.stored) == 1 and len(at.outs) == 4
 
 
+@pytest.mark.long
 def test_who_updates_what_is_in_both(monkeypatch):
     """The host what is all its own; the device a leaf of which a moment is to be fetched."""
     state, run, computed = updated(monkeypatch, [("adam/m", "host-update"), (".*", "host")], optim.adamw(1e-2))
@@ -271,6 +273,7 @@ def test_who_updates_what_is_in_both(monkeypatch):
     assert_same(on_device(1), state)
 
 
+@pytest.mark.slow
 def test_what_is_not_element_by_element_is_updated_on_the_device(monkeypatch):
     state, *_ = updated(monkeypatch, "host-update", optim.muon(1e-2))
     assert_same(trained(optim.muon(1e-2), "device", count=1)[0], state)
