@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,16 @@ from fmegatron.step.checker.values import (
 Node = torch.fx.Node
 _COUNTED = "positions that each rank counts from 0 meet a value that is sharded"
 _LINEAR = frozenset(("sum", "beside", "same", "product", "quotient"))
+
+
+class _Meets(NamedTuple):
+    """Axes over which dims meet: that are split in other ways, of which one counts positions of its own rank, of which
+    it cannot be told which elements meet; over which products are summed."""
+
+    clash: Collection[str]
+    counted: Collection[str]
+    unclear: Collection[str]
+    summed: Collection[str] = ()
 
 
 def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) -> Value:
@@ -59,8 +70,9 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
         return Value(tuple(dims), equal_terms=terms, portion=portion)
     out = Value(tuple(dims), equal_terms=terms, portion=portion)
     marks: dict[str, Mark | None] = {}
+    meets = _Meets(clash, counted, unclear)
     for axis in sorted(set().union(clash, counted, unclear, twice, *(v.marks for v in values))):
-        mark = _over(scope, node, kind, values, out, axis, axis in clash, axis in counted, axis in unclear)
+        mark = _over(scope, node, kind, values, out, axis, meets)
         marks[axis] = own_blocks(node, axis) if mark is None and axis in twice else mark
     if folded:
         dims, spoiled = _folds(scope, node, kind, values, dims)
@@ -109,7 +121,9 @@ def _are_terms(node: Node, kind: str, values: Sequence[Value]) -> bool:
     return kind in _LINEAR or kind == "abs" or op_name(node) in ("relu", "leaky_relu")
 
 
-def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Mark | None:
+def _over(
+    scope: Scope, node: Node, kind: str, values: Sequence[Value], out: Value, axis: str, meets: _Meets
+) -> Mark | None:
     """The mark of the result over one axis; None where its dims are enough."""
     given = [v.marks.get(axis) for v in values]
     mark = strongest(scope, node, values, axis, kind == "sum")
@@ -121,14 +135,14 @@ def _over(scope, node, kind, values, out, axis, clashes, counted, unclear) -> Ma
         return _first(node, kind, values, axis)
     if any(isinstance(m, Varying) for m in given):
         return Varying()
-    if unclear:
+    if axis in meets.unclear:
         return scope.vague(node, "dims that are made of other factors; which elements meet cannot be told")
     vague = any([isinstance(m, Somewhere) for m in given])
-    if clashes and not vague:
+    if axis in meets.clash and not vague:
         states = " and ".join(sorted({v.state(axis) for v in values if v.dims}))
         states += "" if " and " in states else ", but in another order of axes"
         return Wrong(node, f"combines values that are {states}", "gather the one, or shard the other")
-    if counted:
+    if axis in meets.counted:
         return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
     return _narrowed(scope, node, kind, values, out, axis) if vague else None
 
@@ -269,13 +283,14 @@ def contraction(scope: Scope, node: Node, a: Value, b: Value, batch: int) -> Val
         if not on_two_dims(dims):
             return out
     marks: dict[str, Mark | None] = {}
+    meets = _Meets(clash, counted, unclear, summed)
     for axis in sorted(a.axes() | b.axes() | counted | {fold.axis for fold in folds}):
         if any(fold.axis == axis for fold in folds):
             marks[axis] = suspected(
                 node, "contracts what a collective brought together", "reduce it along the dim first"
             )
             continue
-        mark = _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, summed)
+        mark = _contracted(scope, node, a, b, batch, out, axis, meets)
         if mark is not None or axis in a.marks or axis in b.marks:
             marks[axis] = mark
     kept, more = excess_after(scope, node, "product", [a, b])
@@ -288,7 +303,9 @@ def _of_known(out: Value, kept: Mapping[str, Excess]) -> Mapping[str, Excess]:
     return {a: e for a, e in kept.items() if not out.is_(a, Wrong, Unknown, Suspect)}
 
 
-def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, summed) -> Mark | None:
+def _contracted(
+    scope: Scope, node: Node, a: Value, b: Value, batch: int, out: Value, axis: str, meets: _Meets
+) -> Mark | None:
     mark = strongest(scope, node, (a, b), axis)
     if mark is not None:
         return mark
@@ -298,12 +315,12 @@ def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, su
         return scope.unknown(node, "multiplies a pending sum by a value that varies") if pending else Varying()
     if any(isinstance(m, Somewhere) for m in given) and not pending:
         return _contracted_readings(scope, node, a, b, batch, out, axis)
-    if axis in clash:
+    if axis in meets.clash:
         what = f"contracts values that are {a.state(axis)} and {b.state(axis)}"
         return Wrong(node, what, f"all_gather the sharded one over {axis!r}, or shard the other")
-    if axis in unclear:
+    if axis in meets.unclear:
         return scope.vague(node, "contracts dims of which it cannot be told which elements meet")
-    if axis in counted:
+    if axis in meets.counted:
         return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
     if pending:
         others = [v.state(axis) for v in (a, b) if not v.pending(axis)]
@@ -313,7 +330,7 @@ def _contracted(scope, node, a, b, batch, out, axis, clash, counted, unclear, su
         if pending[0].kind != "sum" or any(v.excess.get(axis) for v in (a, b)):
             return suspected(node, what, "reduce first", pending[0].birth)
         return Wrong(node, what, "reduce first", pending[0].birth)
-    if axis in summed:
+    if axis in meets.summed:
         return Pending("sum", node)
     return own_blocks(node, axis) if len(out.shards(axis)) > 1 else None
 
