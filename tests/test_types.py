@@ -1,4 +1,4 @@
-"""Types: the package says that it has them, and no public signature says `Any` where it could say more."""
+"""Signatures: types that say more than `Any` where they can, and few arguments."""
 
 import ast
 import importlib
@@ -6,7 +6,7 @@ import inspect
 import re
 import tomllib
 
-from tests.house import ROOT, none, rooms
+from tests.house import ROOT, none, rooms, sources, syntax
 
 SILENCED = re.compile(r"#\s*(?:type|pyright):\s*ignore(?P<rule>\[[\w, -]+\])?(?P<why>\s+\S+.*)?")
 # What takes anything, with the reason.
@@ -84,3 +84,16 @@ def test_errors_of_types_are_silenced_by_rule_and_with_a_reason():
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if (found := SILENCED.search(line)) and not (found["rule"] and found["why"])
     )
+
+
+def test_few_functions_have_many_arguments():
+    counts = {}
+    for path in sources("fmegatron"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args
+                every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+                own = bool(given.args) and given.args[0].arg in ("self", "cls")
+                counts[f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"] = len(every) - own
+    many = {name: count for name, count in counts.items() if count > 8}
+    assert max(many.values()) <= 13 and len(many) <= 20, many

@@ -91,7 +91,8 @@ def prepare(
             stats = json.loads((folder / f"{number:06d}.json").read_bytes())
             if skip_bad or not stats.get("skipped", {}).get("documents"):  # else it is read again, and refused
                 found[number] = stats
-    for number, stats in _made(parts, folder, tokenizer, dtype.name, key, eod, skip_bad, workers, set(found)):
+    how = (tokenizer, dtype.name, key, eod, skip_bad)
+    for number, stats in _made(parts, folder, how, workers, set(found)):
         found[number] = stats
         if progress is not None:
             progress(len(found), len(parts), sum(one["tokens"] for one in found.values()))
@@ -162,11 +163,9 @@ def _begin(folder: Path, arguments: dict[str, Any], fresh: bool) -> None:
             file.write(json.dumps(arguments).encode())
 
 
-def _made(parts: list[Part], folder: Path, tokenizer: str, dtype: str, key: str, eod, skip_bad: bool,
-          workers: int, done: set[int]):  # fmt: skip
-    """(number, statistics) of each part that was not done, as they are finished."""
-    todo = [(n, part, str(folder / f"{n:06d}"), tokenizer, dtype, key, eod, skip_bad) for n, part in enumerate(parts)
-            if n not in done]  # fmt: skip
+def _made(parts: list[Part], folder: Path, how: tuple, workers: int, done: set[int]):
+    """(number, statistics) of each part that was not done, as they are finished. how: of `tokenize_part`."""
+    todo = [(n, part, str(folder / f"{n:06d}"), *how) for n, part in enumerate(parts) if n not in done]
     if workers == 1 or len(todo) < 2:
         yield from (tokenize_part(*one) for one in todo)
         return

@@ -12,6 +12,7 @@ of a pending sum, psum of shards) mean something once they are reduced along the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -216,22 +217,29 @@ def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: place
         names = axes_on(axes, place, dim)
         if names:
             parts = place.parts if dim == place.interleaved else ()
-            x = _dim_cut(scope, node, x, dim, names, parts, true.get(dim), 1 if place.block else place.unit)
+            rooms = _rooms(scope, names, true.get(dim), 1 if place.block else place.unit)
+            x = _dim_cut(scope, node, x, dim, names, parts, rooms)
     if not place.block:
         return x
     first = place.first
     flattened = size_of(tuple(atom for dim in x.dims[first:] for atom in dim))
     x = reshaped(scope, node, x, (*map(size_of, x.dims[:first]), flattened))
     flat = axes_on(axes, place, places.FLAT)
-    return _dim_cut(scope, node, x, first, flat, (), true.get(places.FLAT), place.unit, ranges=True) if flat else x
+    rooms = _rooms(scope, flat, true.get(places.FLAT), place.unit)
+    return _dim_cut(scope, node, x, first, flat, (), rooms, ranges=True) if flat else x
+
+
+def _rooms(scope: Scope, axes: tuple[str, ...], true: tuple[int, ...] | None, unit: int) -> list[int] | None:
+    """Sizes of the parts of a dim where what is left is padded, in multiples of `unit`; None where it is not."""
+    sizes = [scope.mesh[axis] for axis in axes]
+    return None if true is None else [split.rooms(part, sizes, unit)[-1] for part in true]
 
 
 def _dim_cut(
     scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...],
-    true: tuple[int, ...] | None = None, unit: int = 1, ranges: bool = False,
+    rooms: Sequence[int] | None = None, ranges: bool = False,
 ) -> Value:  # fmt: skip
-    """true: sizes of the parts of the dim where what is left is padded, in rooms that are multiples of `unit`. ranges:
-    of a flattened block."""
+    """rooms: sizes of the parts of the dim where what is left is padded. ranges: of a flattened block."""
     atoms, n = x.dims[dim], scope.mesh.extent(axes)
     folds = folds_of(atoms)
     for fold in folds:
@@ -239,8 +247,7 @@ def _dim_cut(
         x = x.marked({fold.axis: suspected(node, what, "reduce it along the dim first")})
     whole = joined(canonical(tuple(Atom(atom.size, ()) if atom.axes is UNIFORM else atom for atom in atoms)))
     dims = list(x.dims)
-    if true is not None:
-        rooms = [split.rooms(part, [scope.mesh[axis] for axis in axes], unit)[-1] for part in true]
+    if rooms is not None:
         first = whole[0] if len(whole) == 1 and not whole[0].runs else None
         if first is None or folds or ranges:
             dims[dim] = (Atom(sum(rooms), axes, frozenset(), () if folds else whole),)
