@@ -96,6 +96,13 @@ def test_200_flips_of_any_bit_of_any_file(saved, tmp_path):
     assert verify(saved.parent).damages == ()
 
 
+def test_blanks_behind_the_pointer(saved):
+    """Which no reader minds."""
+    at = saved.parent / "COMPLETE"
+    at.write_bytes(at.read_bytes() + b" " * 8)
+    assert found(saved.parent) == {("bytes", "../COMPLETE")} and found(saved) == set()
+
+
 def test_padding_is_read(saved):
     """The last chunk of `padded` ends in zeros that no restore looks at."""
     array = open_source(saved).manifest.arrays["arrays/padded"]

@@ -223,6 +223,10 @@ class Store(Protocol):
         """The files of a save; "": those at the place itself."""
         ...
 
+    def content(self, name: str) -> bytes | None:
+        """The first 4096 bytes of a file directly at the place; None: it is missing. Raises OSError."""
+        ...
+
     def pointer(self) -> dict[str, Any] | None:
         """The JSON of the marker at the place; None: there is none; {}: it is damaged. Raises OSError."""
         ...

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fmegatron.checkpoint.files.commit import pointer_to
 from fmegatron.checkpoint.files.entries import UNKNOWN, Entry
 from fmegatron.checkpoint.files.format import (
     DIGESTS,
@@ -114,6 +115,8 @@ def _report(source: Source, jobs: int | None) -> Report:
     try:
         check = _Check(storage, manifest, {e.name: e for e in storage.entries()})
         check.metadata()
+        if storage.stated is not None:
+            check.pointer(source.store.content(MARKER), str(storage.stated["root"]))
         check.arrays(jobs or max(4, os.cpu_count() or 1))
         check.extra()
         found = check.damages
@@ -168,6 +171,12 @@ class _Check:
                 self.damages.append(Damage("metadata", MANIFEST, str(error), leaf.path))
         for name in sorted(self._shared):
             self.damages.append(Damage("metadata", MANIFEST, f"{name} shares digests with another array"))
+
+    def pointer(self, found: bytes | None, root: str) -> None:
+        """What led to the save with this token; None: a draft did."""
+        if found not in (None, pointer_to(root, self.storage.read(MARKER, 0, 4096))):
+            what = f"differs from what {self.storage.at(MARKER)} implies"
+            self.damages.append(Damage("bytes", f"../{MARKER}", what, "", 0, len(found or b"")))
 
     def arrays(self, jobs: int) -> None:
         """Every band of every chunk."""
