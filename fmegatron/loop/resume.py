@@ -321,6 +321,6 @@ def _metadata(manager: checkpoint.Manager, step: int, prefer_finite: bool) -> di
             if not (prefer_finite and manager.finite(step) is False):
                 text = json.dumps(checkpoint.metadata(manager.path(step)))
         except (OSError, checkpoint.CheckpointError):
-            pass  # a temporary step, or a damaged one: restore_latest finds another, or raises
+            pass  # damaged: restore_latest finds another, or raises
     text = manager.world.broadcast_text(text)
     return json.loads(text) if text else None

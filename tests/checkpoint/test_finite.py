@@ -77,17 +77,6 @@ def test_the_newest_good_one_is_never_deleted(tmp_path, keep):
     assert manager.steps() == [7]
 
 
-def test_a_lasting_bad_one_does_not_remove_a_temporary_good_one(tmp_path):
-    with Manager(tmp_path, keep=1) as manager:
-        manager.save(1, state(1), ONE, finite=True, temporary=True)
-        manager.save(2, state(2), ONE, finite=False)
-        assert manager.steps() == [2] and manager.steps(temporary=True) == [1]
-        with pytest.warns(RuntimeWarning, match="not finite"):
-            assert Manager(tmp_path).restore_latest(ONE)[0] == 1
-        manager.save(3, state(3), ONE)  # did not say: counts as good
-        assert manager.steps() == [3] and manager.steps(temporary=True) == []
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("before", [True, None])
@@ -108,9 +97,9 @@ def test_a_bad_one_does_not_replace_a_good_one(tmp_path, saver, before, wait):
         assert manager.steps() == [3]
         manager.delete(3)
         manager.save(3, state(6), ONE, finite=False)
-        manager.save(4, state(4), ONE, temporary=True)
-        with pytest.raises(ValueError, match=r"Manager.delete\(4, temporary=True\) first"):
-            manager.save(4, state(5), ONE, temporary=True, finite=False)
+        manager.save(4, state(4), ONE)
+        with pytest.raises(ValueError, match=r"Manager.delete\(4\) first"):
+            manager.save(4, state(5), ONE, finite=False)
 
 
 def test_one_rank_speaks_for_all_there_too(tmp_path):
@@ -135,13 +124,13 @@ def test_a_damaged_manifest_is_not_good(tmp_path):
     """Retention does not rely on a newest step that cannot be read back."""
     with Manager(tmp_path, keep=1) as manager:
         manager.save(1, state(1), ONE)
-        real = manager._both[0].check
+        real = manager._steps.check
 
         def damaged(step):
             (files_of(tmp_path / "step_00000002") / "manifest.json").write_text("{}")
             real(step)
 
-        manager._both[0].check = damaged
+        manager._steps.check = damaged
         with pytest.warns(RuntimeWarning, match="old checkpoints could not be deleted: .*manifest.json"):
             manager.save(2, state(2), ONE)
         assert manager.steps() == [1, 2]
@@ -153,9 +142,9 @@ def test_retention_reads_the_new_one_back(tmp_path):
         manager.save(1, state(1), ONE)
         real = manager._when_durable
 
-        def destroyed(step, temporary):
+        def destroyed(step):
             os.remove(tmp_path / "step_00000002/arrays/w/c.0.0")
-            real(step, temporary)
+            real(step)
 
         manager._when_durable = destroyed
         with pytest.warns(RuntimeWarning, match="old checkpoints could not be deleted: .*was written and has vanished"):

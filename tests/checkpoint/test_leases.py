@@ -229,7 +229,7 @@ def test_a_reader_of_another_node_protects_while_it_renews_its_note(tmp_path, cl
 
     save(tmp_path, 1)
     with Manager(tmp_path, keep=1) as manager:
-        manager._both[0].watch = leases.Watch(lambda: now[0])
+        manager._steps.watch = leases.Watch(lambda: now[0])
         for step in range(2, 30):  # a long run; each save looks once, an hour after the last
             renew(step)
             manager.save(step, state(step), LAYOUTS)
@@ -242,7 +242,7 @@ def test_a_reader_of_another_node_protects_while_it_renews_its_note(tmp_path, cl
         assert not note.exists()  # and its note goes, too
     note.write_text(json.dumps({"time": wall, "owner": "elsewhere-1-1", "host": "n7", "beat": 0}))
     with Manager(tmp_path, keep=1) as manager:
-        manager._both[0].watch = leases.Watch(lambda: now[0])
+        manager._steps.watch = leases.Watch(lambda: now[0])
         manager.save(40, state(40), LAYOUTS)
         now[0] += 10 * leases.LEASE_S  # the file system was away, for the other node, too: one look proves nothing
         manager.save(41, state(41), LAYOUTS)
@@ -263,7 +263,7 @@ def test_a_note_that_cannot_be_parsed_is_watched(tmp_path, text):
     save(tmp_path, 1)
     note.write_text(text)
     with Manager(tmp_path, keep=1) as manager:
-        manager._both[0].watch = leases.Watch(lambda: now[0])
+        manager._steps.watch = leases.Watch(lambda: now[0])
         for step in range(2, 12):
             if step == 5:  # somebody renews it
                 note.write_text(text + " ")

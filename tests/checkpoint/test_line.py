@@ -96,21 +96,6 @@ def test_a_step_below_the_newest_is_refused(tmp_path, saver, wait):
     assert manager.steps() == [301]
 
 
-def test_a_temporary_step_counts_too(tmp_path):
-    filled(tmp_path, 100)
-    with Manager(tmp_path) as manager:
-        manager.save(150, state(150), ONE, temporary=True)
-        with pytest.raises(
-            ValueError, match=r"got step 120 to save, wanted one above the newest: it holds newer ones \(150\)"
-        ):
-            manager.save(120, state(120), ONE)
-        manager.rewind(100)
-        with pytest.warns(RuntimeWarning, match="steps 150 were set aside"):
-            manager.save(120, state(120), ONE)
-        assert manager.steps(temporary=True) == [] and manager.restore_latest(ONE)[0] == 120
-    assert [left.name for left in listing(tmp_path).leftovers if left.kind == "aside"] != []
-
-
 def test_all_ranks_hear_of_it(tmp_path):
     filled(tmp_path, 100)
     parts = cut_tree(state(50), TWO)
@@ -294,7 +279,7 @@ def test_a_pin_is_of_the_save_and_not_of_its_number(place):
     with Manager(place, keep=1) as manager:
         manager.unpin(2)
     assert [a.kind for a in collect(place, age=0.0).actions] == ["remove"]
-    assert not [name for name in manager._both[0].notes.names() if "pinned" in name]
+    assert not [name for name in manager._steps.notes.names() if "pinned" in name]
 
 
 def test_delete(place):
@@ -307,22 +292,20 @@ def test_delete(place):
     ):
         with pytest.raises(ValueError, match=words):
             manager.delete(step)
-    notes = manager._both[0].notes
+    notes = manager._steps.notes
     with leases.reading(notes, "step_00000200"):
         with pytest.raises(ValueError, match=f"process {os.getpid()} on .* reads it"):
             manager.delete(200)
     manager.delete(300)
     assert manager.steps() == [100, 200] and read_latest(place).step == 200
     manager.save(250, state(250), ONE)
-    manager.save(260, state(260), ONE, temporary=True)
-    manager.delete(260, temporary=True)
     manager.unpin(100)
     for step in (100, 200, 250):
         manager.delete(step)
     manager.close()
     assert manager.steps() == [] and read_latest(place) is None
     if isinstance(place, os.PathLike):
-        assert os.listdir(place) == ["temporary"]
+        assert os.listdir(place) == []
     else:
         assert place.values.names() == []
 

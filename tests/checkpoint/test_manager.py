@@ -72,7 +72,6 @@ def test_whole_numbers_of_any_library_say_how_many_stay(tmp_path):
     assert filled(tmp_path / "n", 1, 2, 3, keep=np.int64(2)).steps() == [2, 3]
     rules = Keep(last=np.uint8(1), every=np.int32(2), newer_than_s=np.float32(0.5))
     assert Manager(tmp_path / "n", keep=rules).keep == rules
-    assert Manager(tmp_path / "n", keep_temporary=np.int16(3)).keep_temporary == Keep(last=3)
 
 
 def test_retention_keeps_the_newest(tmp_path):
@@ -140,8 +139,6 @@ def test_bad_arguments(tmp_path):
         words = f"Manager: got keep={shown}, wanted a whole number of at least 1, a Keep, or None to keep all; pass"
         with pytest.raises(ValueError, match=re.escape(words)):
             Manager(tmp_path, keep=value)
-        with pytest.raises(ValueError, match="got keep_temporary=.* wanted a whole number of at least 1; pass"):
-            Manager(tmp_path, keep_temporary=value)
     for step in (-1, torch.tensor(3), 1.5):
         with pytest.raises(ValueError, match="step: got"):
             Manager(tmp_path).save(step, state(1), ONE)

@@ -98,22 +98,22 @@ def test_nothing_is_said_while_nothing_is_pending(tmp_path):
 
 
 @pytest.mark.long
-def test_several_in_flight_and_temporary_ones(saver, tmp_path):
+def test_several_in_flight(saver, tmp_path):
     """What is being saved is not cleaned away by the save that comes after it, and nothing of it is deleted."""
     manager = Manager(tmp_path, keep=2, saver=saver)
     stop(saver)
     manager.save(1, state(1), ONE, wait=False)
-    manager.save(2, state(2), ONE, wait=False, temporary=True)
+    manager.save(2, state(2), ONE, wait=False)
     assert any(name.startswith(".COMPLETE-") for name in os.listdir(tmp_path / "step_00000001"))
     manager.save(3, state(3), ONE)  # does not wait for the others
     assert manager.steps() == [3] and [report.step for report in manager.poll()] == [3]
     go(saver)
     assert [report.step for report in wait_for(manager, 2)] == [1, 2]
-    assert manager.steps() == [1, 3] and manager.steps(temporary=True) == [2]
+    assert manager.steps() == [2, 3]
     assert manager.restore_latest(ONE)[0] == 3
     manager.save(4, state(4), ONE, wait=False)
     manager.close()
-    assert manager.steps() == [3, 4] and manager.steps(temporary=True) == []
+    assert manager.steps() == [3, 4]
 
 
 @pytest.mark.long

@@ -1,8 +1,7 @@
-"""What a run does with its Manager: temporary checkpoints, rules, metrics, restores by step, failures."""
+"""What a run does with its Manager: rules, metrics, restores by step, failures."""
 
 import math
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -32,88 +31,39 @@ def files(path):
     return {str(at.relative_to(path)): at.read_bytes() for at in sorted(Path(path).rglob("*")) if at.is_file()}
 
 
-def spoil(manager, step, temporary=False):
-    with open(os.path.join(manager.path(step, temporary), "arrays", "w", "c.0.0"), "r+b") as f:
+def spoil(manager, step):
+    with open(os.path.join(manager.path(step), "arrays", "w", "c.0.0"), "r+b") as f:
         f.seek(1000)
         f.write(b"\1")
 
 
-# ---- temporary checkpoints (the reference's "non-persistent" ones)
+# ---- rules
 
 
-def test_lasting_and_temporary_in_turn(tmp_path):
-    """The newest wins; two temporary ones stay, and none that a lasting one has overtaken; lasting ones all stay."""
-    with Manager(tmp_path) as manager:
+def test_few_quick_ones_between_those_that_last(tmp_path):
+    """The newest wins; two quick ones stay, and every fourth step for ever."""
+    with Manager(tmp_path, keep=Keep(last=2, every=4)) as manager:
         seen = []
-        for step, temporary in (
-            (1, True),
-            (2, True),
-            (3, True),
-            (4, False),
-            (5, True),
-            (6, True),
-            (7, True),
-            (8, False),
-        ):
-            report = manager.save(step, state(step), ONE, metadata={"at": step}, temporary=temporary)
-            assert report.temporary is temporary and report.path == manager.path(step, temporary)
+        for step in range(1, 10):
+            report = manager.save(step, state(step), ONE, metadata={"at": step})
+            assert report.path == manager.path(step)
             found, got, metadata = manager.restore_latest(ONE)
             assert (found, metadata) == (step, {"at": step}) and manager.latest() == step
             assert_same_bits(got, state(step))
-            seen.append((manager.steps(), manager.steps(temporary=True)))
-    assert seen == [
-        ([], [1]), ([], [1, 2]), ([], [2, 3]), ([4], []), ([4], [5]), ([4], [5, 6]), ([4], [6, 7]), ([4, 8], []),
-    ]  # fmt: skip
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000004", "step_00000008", "temporary"]
-    assert os.listdir(tmp_path / "temporary") == []
+            seen.append(manager.steps())
+    assert seen == [[1], [1, 2], [2, 3], [3, 4], [4, 5], [4, 5, 6], [4, 6, 7], [4, 7, 8], [4, 8, 9]]
 
 
-def test_a_temporary_checkpoint_is_the_same_checkpoint(tmp_path):
-    """Byte by byte, and restored by all means that restore a lasting one."""
+def test_two_saves_of_one_state_are_the_same_checkpoint(tmp_path):
+    """Byte by byte."""
     with Manager(tmp_path) as manager:
-        manager.save(3, state(3), ONE, metadata={"a": 1})
-        manager.save(4, state(3), ONE, metadata={"a": 1}, temporary=True)
-    lasting, temporary = files(files_of(manager.path(3))), files(files_of(manager.path(4, temporary=True)))
-    assert lasting.keys() == temporary.keys()
-    differ = {name for name in lasting if lasting[name] != temporary[name]}
+        for step in (3, 4):
+            manager.save(step, state(3), ONE, metadata={"a": 1})
+    one, other = files(files_of(manager.path(3))), files(files_of(manager.path(4)))
+    assert one.keys() == other.keys()
+    differ = {name for name in one if one[name] != other[name]}
     assert differ == {"COMPLETE", "manifest.json"}  # the number of the step
-    assert_same_bits(checkpoint.restore(manager.path(4, temporary=True), ONE), state(3))
-    assert_same_bits(manager.restore(4, ONE)[0], state(3))
-
-
-def test_a_damaged_temporary_checkpoint_falls_back_to_a_lasting_one(tmp_path):
-    with Manager(tmp_path) as manager:
-        manager.save(3, state(3), ONE)
-        manager.save(4, state(4), ONE, temporary=True)
-    spoil(manager, 4, temporary=True)
-    with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 4: w: its chunk file"):
-        assert manager.restore_latest(ONE)[0] == 3
-    with pytest.raises(CheckpointError, match="w: its chunk file"):
-        manager.restore(4, ONE)
-
-
-def test_temporary_ones_elsewhere_and_more_of_them(tmp_path):
-    with Manager(tmp_path / "disk", keep=1, temporary=tmp_path / "ram", keep_temporary=3) as manager:
-        for step in range(1, 6):
-            manager.save(step, state(step), ONE, temporary=step > 1)
-    assert manager.steps() == [1] and manager.steps(temporary=True) == [3, 4, 5]
-    assert sorted(os.listdir(tmp_path / "ram")) == ["step_00000003", "step_00000004", "step_00000005"]
-    shutil.rmtree(tmp_path / "ram")  # the node was replaced
-    assert Manager(tmp_path / "disk", temporary=tmp_path / "ram").restore_latest(ONE)[0] == 1
-
-
-def test_the_same_step_twice(tmp_path):
-    """A step that is there both lasting and temporary: the lasting one, then the other."""
-    with Manager(tmp_path) as manager:
-        manager.save(2, state(2), ONE)
-        manager.save(2, state(7), ONE, temporary=True)
-    assert_same_bits(manager.restore_latest(ONE)[1], state(2))
-    spoil(manager, 2)
-    with pytest.warns(RuntimeWarning, match="step 2"):
-        assert_same_bits(manager.restore_latest(ONE)[1], state(7))
-
-
-# ---- rules
+    assert_same_bits(checkpoint.restore(manager.path(4), ONE), state(3))
 
 
 def test_rules_together(tmp_path):
@@ -138,11 +88,9 @@ def test_rules_in_an_object_store():
         assert manager.steps() == [1, 2, 3]
         for step in (1, 2):
             store.notes().write(f".step_0000000{step}.saved", str(time.time() - 4000).encode())
-        manager.save(4, state(4), ONE, temporary=True)
-        assert manager.poll()[-1].temporary and manager.restore_latest(ONE)[0] == 4
         manager.pin(3)
         manager.save(5, state(5), ONE, metrics={"loss": 0.6})
-    assert manager.steps() == [1, 3, 5] and manager.steps(temporary=True) == []
+    assert manager.steps() == [1, 3, 5]
     assert not store.child("step_00000002").values.names() and read_latest(store).step == 5
     names = [f".step_0000000{step}.saved" for step in (1, 3, 5)]
     assert store.notes().names() == sorted([*names, ".step_00000003.pinned", "latest"])
@@ -175,7 +123,7 @@ def test_metrics_are_given_once():
         with_metrics({"metrics": {}}, {"loss": 1.0})
 
 
-@pytest.mark.parametrize("options", [{"keep": 1.5}, {"keep": "all"}, {"keep": True}, {"keep_temporary": 0}])
+@pytest.mark.parametrize("options", [{"keep": 1.5}, {"keep": "all"}, {"keep": True}, {"keep": 0}])
 def test_bad_arguments(tmp_path, options):
     with pytest.raises(ValueError, match=f"got {next(iter(options))}="):
         Manager(tmp_path, **options)
@@ -226,7 +174,7 @@ def test_a_step_that_goes_while_it_is_chosen(tmp_path, monkeypatch):
     with Manager(tmp_path) as manager:
         manager.save(1, state(1), ONE)
     reader = Manager(tmp_path)
-    real, once = reader._both[0].complete, []
+    real, once = reader._steps.complete, []
 
     def late(above=-1):
         found = real(above)
@@ -236,7 +184,7 @@ def test_a_step_that_goes_while_it_is_chosen(tmp_path, monkeypatch):
                 writer.save(2, state(2), ONE)
         return found
 
-    monkeypatch.setattr(reader._both[0], "complete", late)
+    monkeypatch.setattr(reader._steps, "complete", late)
     with pytest.warns(RuntimeWarning, match="skipped the checkpoint of step 1"):
         step, got, _ = reader.restore_latest(ONE)
     assert step == 2

@@ -55,7 +55,7 @@ def test_a_copy_that_is_under_way_is_left_alone(folder_place, tmp_path, copied):
         os.remove(folder_place.at(f"{token}/{name}"))
     before, now = sorted(p for p in Path(folder_place.path).rglob("*")), [0.0]
     with Manager(tmp_path, keep=1) as manager:
-        manager._both[0].watch = leases.Watch(lambda: now[0])
+        manager._steps.watch = leases.Watch(lambda: now[0])
         for step in range(8, 20):
             manager.save(step, state(1), ONE)
             now[0] += 3600.0

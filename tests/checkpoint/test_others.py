@@ -39,7 +39,6 @@ def foreign_run(at):
 
 CASES = {
     "partial copy": (without_marker, ("step_00000100 without COMPLETE",)),
-    "temporary partial copy": (lambda at: without_marker(at / "temporary"), ("temporary/step_00000100 without",)),
     "another name": (
         lambda at: checkpoint.save(at / "step_100", state(1), ONE),
         ("step_100: this is a checkpoint of fmegatron: fmegatron.checkpoint.restore reads it",),

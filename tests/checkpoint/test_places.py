@@ -170,8 +170,8 @@ def test_new_directories_above_are_durable(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", seen)
     with Manager(tmp_path / "x/y/z") as manager:
         manager.save(1, state(1), LAYOUTS)
-        manager.save(2, state(2), LAYOUTS, temporary=True)
-    above = [tmp_path, *(tmp_path / part for part in ("x", "x/y", "x/y/z", "x/y/z/temporary"))]
+        manager.save(2, state(2), LAYOUTS)
+    above = [tmp_path, *(tmp_path / part for part in ("x", "x/y", "x/y/z"))]
     assert {path.stat().st_ino for path in above} <= synced
     synced.clear()
     local = LocalReplicas(tmp_path / "l/m", "run", copies=1)

@@ -166,17 +166,6 @@ def test_steps_that_are_pinned_or_read_stay(run):
     assert steps(run) == [1, 4]
 
 
-def test_temporary_checkpoints(run):
-    """Those of a Manager are listed with the others and verified; retention does not count them."""
-    Manager(run).save(5, state(5), LAYOUTS, temporary=True)
-    leftover(run, "temporary/.step_00000006.tmp-0a", 7200)
-    found = listing(run)
-    assert [c.name for c in found.checkpoints][-1] == "temporary/step_00000005" and len(found.leftovers) == 1
-    assert call("verify", run)[1].count(": good (") == 5
-    collect(run, keep_last=4)
-    assert steps(run) == [1, 2, 3, 4, 5] and listing(run).leftovers == ()
-
-
 def test_wrong_requests(run):
     for argv, text in (
         (["--keep-last", "0"], "at least 1"),

@@ -26,10 +26,10 @@ def test_it_names_what_a_restore_would_take(tmp_path):
     began = time.time()
     save(tmp_path, 10)
     latest = read_latest(tmp_path)
-    assert (latest.step, latest.path, latest.temporary) == (10, "step_00000010", False)
+    assert (latest.step, latest.path) == (10, "step_00000010")
     assert began <= latest.saved_at <= time.time()
-    save(tmp_path, 12, temporary=True)
-    assert read_latest(tmp_path).path == os.path.join("temporary", "step_00000012")
+    save(tmp_path, 12)
+    assert read_latest(tmp_path).path == "step_00000012"
     with pytest.raises(ValueError, match="newer ones"):
         save(tmp_path, 3)
     assert read_latest(tmp_path).step == 12 == Manager(tmp_path).restore_latest(LAYOUTS)[0]
@@ -77,13 +77,13 @@ def test_damage_is_no_problem(tmp_path, damage):
 def test_a_killed_writer_leaves_the_old_one(tmp_path, monkeypatch):
     """At every moment there is a whole tracker, the old one or the new one; what the dead left is removed later."""
     notes = Notes(tmp_path)
-    write_latest(notes, Latest(1, "a", False, 1.0))
+    write_latest(notes, Latest(1, "a", 1.0))
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
-                write_latest(notes, Latest(2, "b", False, 2.0))
-        assert read_latest(tmp_path) == Latest(1, "a", False, 1.0) and os.listdir(tmp_path) == ["latest"]
+                write_latest(notes, Latest(2, "b", 2.0))
+        assert read_latest(tmp_path) == Latest(1, "a", 1.0) and os.listdir(tmp_path) == ["latest"]
     (tmp_path / ".new-0123456789ab").write_text("torn")
     os.utime(tmp_path / ".new-0123456789ab", (0, 0))
     (tmp_path / ".new-ab0123456789").write_text("of another node, and in use")
@@ -95,5 +95,5 @@ def test_durable_means_synced_before_it_is_named(tmp_path, monkeypatch):
     events, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: events.append("sync") or fsync(fd))
     monkeypatch.setattr(os, "replace", lambda a, b: events.append("name") or replace(a, b))
-    write_latest(Notes(tmp_path), Latest(1, "a", False, 1.0))
+    write_latest(Notes(tmp_path), Latest(1, "a", 1.0))
     assert events == ["sync", "name", "sync"]

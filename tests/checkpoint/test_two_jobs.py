@@ -208,7 +208,7 @@ def test_what_an_older_version_has_left_is_watched(tmp_path):
     (tmp_path / ".step_00000007.tmp-0123456789ab/arrays").mkdir(parents=True)
     at, now = tmp_path / ".step_00000007.tmp-0123456789ab/arrays/x", [0.0]
     with Manager(tmp_path) as manager:
-        manager._both[0].watch = leases.Watch(lambda: now[0])
+        manager._steps.watch = leases.Watch(lambda: now[0])
         for step in range(1, 12):
             at.write_text("x" * step)
             manager.save(step, state(step), ONE)

@@ -225,7 +225,7 @@ def _seen(manager: Manager, world: Ranks) -> _Seen:
     text = ""
     if world.rank == 0:
         try:
-            steps = sorted({*manager.steps(), *manager.steps(temporary=True)})
+            steps = manager.steps()
             text = json.dumps([steps, [step for step in steps if manager.finite(step) is False], None])
         except Exception as error:  # the other ranks wait for a text; local replicas may still do
             text = json.dumps([[], [], f"{error}"])

@@ -28,7 +28,7 @@ from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
-from fmegatron.checkpoint.manage.line import Choice, Line, newest_first, newest_good
+from fmegatron.checkpoint.manage.line import Line, newest_good
 from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.pending import Background
 from fmegatron.checkpoint.manage.progress import progress
@@ -48,7 +48,6 @@ class Manager:
 
     world: the ranks that call its methods together (`collectives.connect`); None for one process.
     keep: which complete steps stay after a save: a number n for the n newest, a `Keep`, or None for all.
-    temporary: where temporary checkpoints are; default `directory`/temporary.  keep_temporary: the n newest of them.
     show_progress: a bar on stderr, of rank 0, for what takes longer than 2 s; None: where stderr is a terminal.
     saver: for saves in the background (wait=False), which its maker closes; None: made when it is needed, for one
     save in memory at a time, and closed by `close`.
@@ -67,59 +66,54 @@ class Manager:
         keep: int | Keep | None = None,
         *,
         world: Ranks | None = None,
-        temporary: str | os.PathLike | Store | None = None,
-        keep_temporary: int = 2,
         show_progress: bool | None = None,
         saver: AsyncSaver | None = None,
         on_failure: str = "warn",
     ):
-        for name, value in (("keep", keep), ("keep_temporary", keep_temporary)):
-            if not is_count(value) and not (name == "keep" and (value is None or isinstance(value, Keep))):
-                more = ", a Keep, or None to keep all" if name == "keep" else ""
-                kind = f"{value!r:.60} ({type(value).__name__})"
-                raise ValueError(
-                    f"Manager: got {name}={kind}, wanted a whole number of at least 1{more}; pass {name}=2"
-                )
+        if not is_count(keep) and keep is not None and not isinstance(keep, Keep):
+            got = f"keep={keep!r:.60} ({type(keep).__name__})"
+            raise ValueError(
+                f"Manager: got {got}, wanted a whole number of at least 1, a Keep, or None to keep all; pass keep=2"
+            )
         self.directory, self.world, self.show_progress = directory, ranks_of(world), show_progress
         self._given = world
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
-        self.keep_temporary, self._warned = Keep(last=keep_temporary), False  # warned: of content that is not ours
+        self._warned = False  # of content that is not ours
         self._shown = show_progress if self.world.rank == 0 else False
         self.last: Report | None = None
-        lasting = Steps(directory)
-        self._both = lasting, Steps(lasting.store.child("temporary") if temporary is None else temporary)
-        self._line, self._deleter = Line(self._both), Deleter()
+        self._steps = Steps(directory)
+        self._line, self._deleter = Line(self._steps), Deleter()
         self._background = Background(self.world, saver, on_failure)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)  # of saves that ended, for the next `poll`
         self._failures: list[str] = []  # of saves in the background, still to be raised
 
     # ---- what there is
     def __repr__(self) -> str:
-        return f"Manager({str(self.directory)!r}, keep={self.keep}): {self._both[0].in_words()}"
+        return f"Manager({str(self.directory)!r}, keep={self.keep}): {self._steps.in_words()}"
 
-    def path(self, step: int, temporary: bool = False) -> str:
+    def path(self, step: int) -> str:
         """The directory (or URL) of a step."""
         check_step(step)
-        return self._both[temporary].place(step).text
+        return self._steps.place(step).text
 
-    def steps(self, temporary: bool = False) -> list[int]:
+    def steps(self) -> list[int]:
         """All complete steps (saved to their end; what is in them is verified when it is read), in rising order."""
-        return self._both[temporary].complete()
+        return self._steps.complete()
 
     def latest(self) -> int | None:
-        """The newest complete step, temporary ones too, or None: what rank 0 sees, on all ranks.
+        """The newest complete step, or None: what rank 0 sees, on all ranks.
 
         Before None it warns, once, of what the directory holds instead: foreign checkpoints, or copies not finished."""
         ranks = self.world
 
         def look() -> int | None:
-            found = newest_first(self._both) if ranks.rank == 0 else []
-            if ranks.rank == 0 and not found and not self._warned and (text := others(self._both)):
+            found = self.steps() if ranks.rank == 0 else []
+            if ranks.rank == 0 and not found and not self._warned and (text := others(self._steps)):
                 self._warned = True
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
-            return found[0][0] if found else None
+            return found[-1] if found else None
 
-        newest = together(ranks, f"looking for checkpoints in {self._both[0].store.text}", look)
+        newest = together(ranks, f"looking for checkpoints in {self._steps.store.text}", look)
         text = ranks.broadcast_text("" if newest is None else str(newest))
         return int(text) if text else None
 
@@ -129,8 +123,7 @@ class Manager:
         None, too, for a step whose manifest is damaged, or that is not there. Raises OSError for what cannot be read.
         """
         check_step(step)
-        lasting = self._both[0].place(step).is_complete()
-        return self._both[not lasting].facts(step).finite
+        return self._steps.facts(step).finite
 
     def pin(self, step: int) -> None:
         """Exempt a step from retention until `unpin`; for all Managers of the directory. One rank is enough."""
@@ -138,27 +131,27 @@ class Manager:
         steps = self.steps()
         if step not in steps:
             raise ValueError(f"Manager.pin: got step {step}, wanted one of {steps}")
-        leases.pin(self._both[0].notes, self._both[0].name(step))
+        leases.pin(self._steps.notes, self._steps.name(step))
 
     def unpin(self, step: int) -> None:
         """Leave a step to the rules again, and what was set aside of it to `gc`."""
         check_step(step)
-        leases.unpin(self._both[0].notes, self._both[0].name(step))
+        leases.unpin(self._steps.notes, self._steps.name(step))
 
-    def delete(self, step: int, temporary: bool = False) -> None:
+    def delete(self, step: int) -> None:
         """Delete a step, complete or not, independent of retention. One rank is enough; the files go in the background.
 
         Raises ValueError when there is none, or when it is being saved, read, or pinned; OSError.
         """
         check_step(step)
-        of = self._both[temporary]
+        of = self._steps
         if of.name(step) not in of.store.children():
             raise ValueError(f"Manager.delete: got step {step}, wanted one of {of.complete()}")
         if (held := of.other(step)) is not None:
             raise ValueError(
                 f"Manager.delete: got step {step}, whose folder holds step {held}, wanted a step; {of.mend(step, held)}"
             )
-        removal = "it is being saved" if step in self._busy(temporary) else of.withdraw(step)
+        removal = "it is being saved" if step in self._busy() else of.withdraw(step)
         if isinstance(removal, str):
             raise ValueError(
                 f"Manager.delete: got step {step} ({removal}), wanted one not in use or pinned; wait, or unpin it"
@@ -178,10 +171,9 @@ class Manager:
         def note() -> None:
             check_step(step)
             if self.world.rank == 0:
-                pending = [(begun.step, begun.temporary) for _, begun in self._background.pending]
-                self._line.went_back(step, pending, sure)
+                self._line.went_back(step, self._busy(), sure)
 
-        together(self.world, f"going back to step {step} in {self._both[0].store.text}", note)
+        together(self.world, f"going back to step {step} in {self._steps.store.text}", note)
 
     # ---- save
 
@@ -194,7 +186,6 @@ class Manager:
         *,
         metrics: Mapping[str, float] | None = None,
         finite: bool | None = None,
-        temporary: bool = False,
         wait: bool = True,
     ) -> Report:
         """`checkpoint.save` under the step's name, then tracker and retention. Errors are those of `save`.
@@ -202,7 +193,6 @@ class Manager:
         metrics: numbers by which `Keep(best=...)` chooses; they are stored as metadata["metrics"].
         finite: whether loss and gradient norm of this step are finite, None if that is not known; False on one
         rank counts for all. `restore_latest` prefers the others, and retention keeps the newest of them.
-        temporary: only for a quick way back: few of these are kept, and a lasting save removes older ones.
         wait: until it is durable; False: only until the state may change again (the report has `durable=False`), and
         `poll`, `save` or `close` report how it ended. Leftovers of killed saves, of any step, are removed first.
 
@@ -210,7 +200,7 @@ class Manager:
         written, unless training went back (`restore`, `restore_latest`, `rewind`): then what is newer is set aside.
         The same for finite=False in the place of a good save of this step, which stays.
         """
-        ranks, of, began = self.world, self._both[temporary], time.perf_counter()
+        ranks, of, began = self.world, self._steps, time.perf_counter()
         what = f"saving into {of.store.text}"
 
         def prepare():
@@ -219,7 +209,7 @@ class Manager:
             return *described(state, layouts, self._given, words), of.place(step)
 
         def go_on() -> None:
-            if ranks.rank == 0 and (aside := self._line.begin(step, temporary, said_finite)):
+            if ranks.rank == 0 and (aside := self._line.begin(step, said_finite)):
                 warnings.warn(aside, RuntimeWarning, stacklevel=4)
 
         (state, layouts, metadata, place), (all_say,) = compared(ranks, what, prepare, lambda _: [finite is False], 1)
@@ -229,8 +219,8 @@ class Manager:
         self._note(self._background.finish(self._bar, only=place.text))  # this step again: one after the other
         together(ranks, what, go_on)
         if ranks.rank == 0:
-            self._attempt("what killed saves left could not be removed", lambda: self._clean(temporary))
-        report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, temporary, durable=wait)
+            self._attempt("what killed saves left could not be removed", self._clean)
+        report = Report("save", step, place.text, state_bytes(layouts), 0.0, 0.0, durable=wait)
         if not wait:
             return self._background.begin(place, state, layouts, metadata, finite, report)
         with progress(f"saving step {step}", report.bytes, of.so_far(step), self._shown):
@@ -239,7 +229,7 @@ class Manager:
         self.last = replace(report, seconds=seconds, stall_seconds=seconds)
         self._reports.append(self.last)
         if ranks.rank == 0:
-            self._when_durable(step, temporary)
+            self._when_durable(step)
         return self.last
 
     def poll(self) -> tuple[Report, ...]:
@@ -261,7 +251,7 @@ class Manager:
             if report.durable:
                 self.last = report
                 if self.world.rank == 0:
-                    self._when_durable(report.step, report.temporary)
+                    self._when_durable(report.step)
             elif self._background.on_failure == "raise":
                 self._failures.append(report.error or "")
 
@@ -269,64 +259,59 @@ class Manager:
         if self._failures:
             raise RuntimeError(self._failures.pop(0))
 
-    def _clean(self, temporary: bool) -> None:
-        of = self._both[temporary]
+    def _clean(self) -> None:
         going = [text.rpartition("/")[2] for text in self._deleter.waiting()]
-        of.clean([of.name(step) for step in self._busy(temporary)] + going)
+        self._steps.clean([self._steps.name(step) for step in self._busy()] + going)
 
-    def _busy(self, temporary: bool) -> set[int]:
+    def _busy(self) -> set[int]:
         """Steps that are being saved."""
-        return {begun.step for _, begun in self._background.pending if begun.temporary is temporary}
+        return {begun.step for _, begun in self._background.pending}
 
     def _bar(self, what: str, total: int, so_far: Callable[[], int | None]):
         return progress(what, total, so_far, self._shown)
 
-    def _when_durable(self, step: int, temporary: bool) -> None:
+    def _when_durable(self, step: int) -> None:
         """Rank 0: tracker and retention. Nothing that goes wrong here is an error of the run."""
         self._attempt("the tracker could not be written", self._track)
-        self._attempt("old checkpoints could not be deleted", lambda: self._retain(step, temporary))
+        self._attempt("old checkpoints could not be deleted", lambda: self._retain(step))
         self._tell()
 
     def _tell(self) -> None:
         for failure in self._deleter.failures():
             warnings.warn(failure, RuntimeWarning, stacklevel=4)
 
-    def _retain(self, step: int, temporary: bool) -> None:
-        of, keep, old = self._both[temporary], self.keep_temporary if temporary else self.keep, []
-        if keep is not None:
-            saved = [of.saved(s, keep.best is not None) for s in of.complete()]
-            # "Now" is when this step was saved, by the clock that gave the others their times.
-            now = next((s.saved_at for s in saved if s.step == step), None) or time.time()
-            old += [(s, temporary) for s in to_delete(saved, keep, {step} | self._busy(temporary), now)]
-        if not temporary:
-            old += [(s, True) for s in self._both[True].complete() if s <= step and s not in self._busy(True)]
-        if old:
+    def _retain(self, step: int) -> None:
+        of, keep = self._steps, self.keep
+        if keep is None:
+            return
+        saved = [of.saved(s, keep.best is not None) for s in of.complete()]
+        # "Now" is when this step was saved, by the clock that gave the others their times.
+        now = next((s.saved_at for s in saved if s.step == step), None) or time.time()
+        if old := to_delete(saved, keep, {step} | self._busy(), now):
             of.check(step)  # another process may have destroyed it, against all signs; then the older ones stay
-            good = newest_good(self._both)
-            self._delete([choice for choice in old if choice != good])
+            good = newest_good(of)
+            self._delete([s for s in old if s != good])
 
-    def _delete(self, choices: list[Choice]) -> None:
-        for step, temporary in choices:
+    def _delete(self, steps: list[int]) -> None:
+        of = self._steps
+        for step in steps:
             if self._deleter.full:
                 return  # a slow disk; the next save tries again
-            of = self._both[temporary]
             with contextlib.suppress(FileNotFoundError):  # another run has deleted it
                 if not isinstance(removal := of.withdraw(step), str):
                     self._deleter.add(of.place(step).text, removal)
 
     def _track(self) -> None:
-        notes, found = self._both[0].notes, newest_first(self._both)
+        notes, found = self._steps.notes, self.steps()
         if not found:
             return notes.remove(LATEST)
-        step, temporary = found[0]
-        path = self.path(step, temporary).removeprefix(os.path.join(self._both[0].store.text, ""))
-        write_latest(notes, Latest(step, path, temporary, time.time()))
+        write_latest(notes, Latest(found[-1], self._steps.name(found[-1]), time.time()))
 
     def _attempt(self, what: str, work: Callable[[], None]) -> None:
         try:
             work()
         except (OSError, CheckpointError, SavedAgain) as error:
-            warnings.warn(f"{self._both[0].store.text}: {what}: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{self._steps.store.text}: {what}: {error}", RuntimeWarning, stacklevel=4)
 
     # ---- restore
 
@@ -340,14 +325,14 @@ class Manager:
     ) -> tuple[int, Any, dict[str, Any]]:
         """(step, state, metadata) of the newest step that is complete on all ranks; arguments are those of `restore`.
 
-        Temporary checkpoints count, too. A step that is damaged is skipped with a warning that names the damage, and
+        A step that is damaged is skipped with a warning that names the damage, and
         so is, as long as there is a better one, a step saved with a loss or gradient norm that was not finite
         (prefer_finite=False takes it). The next save sets aside what is newer than the step returned.
 
         Raises CheckpointError when no step is good, ValueError when the target does not fit a good one, RuntimeError on
         all ranks when files cannot be looked at: what is there is then unknown, and no older step is taken for it.
         """
-        search = Search(self._both, target, self.world, rank, options, self.show_progress, prefer_finite)
+        search = Search(self._steps, target, self.world, rank, options, self.show_progress, prefer_finite)
         found = self._timed(search.newest)
         self._went_back(found.step, sure=True)
         return found.step, found.state, found.metadata
@@ -360,8 +345,8 @@ class Manager:
         Training that goes on from an older step than the newest may save: see `rewind`. What is newer need not be seen
         for this. To only look at a step while a run goes on, use `checkpoint.restore(manager.path(step), ...)`.
         """
-        together(self.world, f"restoring from {self._both[0].store.text}", lambda: check_step(step))
-        search = Search(self._both, target, self.world, rank, options, self.show_progress)
+        together(self.world, f"restoring from {self._steps.store.text}", lambda: check_step(step))
+        search = Search(self._steps, target, self.world, rank, options, self.show_progress)
         found = self._timed(lambda: search.one(step))
         self._went_back(found.step, sure=False)
         return found.state, found.metadata
@@ -369,8 +354,7 @@ class Manager:
     def _timed(self, work: Callable[[], Found]) -> Found:
         began = time.perf_counter()
         found, seconds = work(), time.perf_counter() - began
-        path = self.path(found.step, found.temporary)
-        self.last = Report("restore", found.step, path, found.nbytes, seconds, seconds, found.temporary)
+        self.last = Report("restore", found.step, self.path(found.step), found.nbytes, seconds, seconds)
         return found
 
     # ---- life

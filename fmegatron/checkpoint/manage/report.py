@@ -24,7 +24,6 @@ class Report:
     bytes: int
     seconds: float
     stall_seconds: float
-    temporary: bool = False
     durable: bool = True
     error: str | None = None
 

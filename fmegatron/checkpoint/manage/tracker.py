@@ -1,6 +1,6 @@
 """The file `latest` of a directory of steps, for people, scripts and other tools.
 
-    {"format": "fmegatron.latest", "step": 1200, "path": "step_00001200", "temporary": false, "saved_at": 1767225600.0}
+    {"format": "fmegatron.latest", "step": 1200, "path": "step_00001200", "saved_at": 1767225600.0}
 
 It is written after the checkpoint is durable, in one step. It is a hint: what there is to restore is what is in the
 directory, so a tracker that is missing, old or damaged loses nothing, and a Manager never reads it.
@@ -22,11 +22,10 @@ LATEST, FORMAT = "latest", "fmegatron.latest"
 
 @dataclass(frozen=True)
 class Latest:
-    """Content of the tracker. path: relative to its directory, or absolute; saved_at: seconds since 1970."""
+    """Content of the tracker. path: relative to its directory; saved_at: seconds since 1970."""
 
     step: int
     path: str
-    temporary: bool
     saved_at: float
 
 
@@ -40,10 +39,10 @@ def read_latest(directory: str | os.PathLike | Store | Notes | KeyNotes) -> Late
     notes = directory if isinstance(directory, Notes | KeyNotes) else open_store(directory).notes()
     try:
         value = json.loads(notes.read(LATEST, most=4096) or b"null")
-        latest = Latest(**{name: value[name] for name in ("step", "path", "temporary", "saved_at")})
+        latest = Latest(**{name: value[name] for name in ("step", "path", "saved_at")})
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    kinds = (int, str, bool, (int, float))
-    fields = (latest.step, latest.path, latest.temporary, latest.saved_at)
+    kinds = (int, str, (int, float))
+    fields = (latest.step, latest.path, latest.saved_at)
     good = value.get("format") == FORMAT and all(isinstance(x, k) for x, k in zip(fields, kinds, strict=True))
     return latest if good and not isinstance(latest.step, bool) and latest.step >= 0 else None

@@ -22,7 +22,6 @@ from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
-from fmegatron.checkpoint.manage.line import Choice, in_order, newest_first, not_complete
 from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.report import state_bytes
@@ -40,7 +39,6 @@ class Found:
     """A step that was restored: this rank's state, the user's metadata, and the bytes of the state of all ranks."""
 
     step: int
-    temporary: bool
     state: Any
     metadata: dict[str, Any]
     nbytes: int
@@ -48,12 +46,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What to restore, and from where: `both` are the lasting and the temporary steps. options: those of `restore`.
+    """What to restore, and from where: the steps of a directory. options: those of `restore`.
 
     prefer_finite: steps whose loss or gradient norm was not finite come last.
     """
 
-    both: tuple[Steps, Steps]
+    steps: Steps
     target: Any
     world: Ranks
     rank: int | None
@@ -63,18 +61,18 @@ class Search:
 
     def newest(self) -> Found:
         """The newest good step. Raises CheckpointError when there is none, ValueError when a good one does not fit."""
-        where, skipped, untried, warned = self.both[0].store.text, [], self._untried(), False
+        where, skipped, untried, warned = self.steps.store.text, [], self._untried(), False
         while True:
             with ExitStack() as held:
                 choice = self._agreed(lambda: next(untried, None), held)
                 if choice is None:
                     break
-                step, temporary, doubt = choice
+                step, doubt = choice
                 if doubt is not None:
                     self._warn(doubt)
                     warned = True
                     continue
-                found, problem = self._attempt(step, temporary)
+                found, problem = self._attempt(step)
                 if found is not None:
                     return found
             skipped.append(f"step {step}: {problem}")
@@ -89,81 +87,73 @@ class Search:
         raise CheckpointError(f"{where}: no good checkpoint:\n  " + "\n  ".join(skipped))
 
     def one(self, step: int) -> Found:
-        """This step: the lasting one if it is there, else the temporary one. Errors are those of `restore`."""
+        """This step. Errors are those of `restore`."""
+        of = self.steps
 
         def choose():
-            lasting, temporary = (steps.place(step).is_complete() for steps in self.both)
-            of = self.both[temporary and not lasting]
-            if (lasting or temporary) and (held := of.other(step)) is not None:
+            if of.place(step).is_complete() and (held := of.other(step)) is not None:
                 raise CheckpointError(
                     f"{of.place(step).text}: got a checkpoint of step {held}, wanted one of step {step};"
                     f" {of.mend(step, held)}, or restore it by its path (`checkpoint.restore`)"
                 )
-            return step, temporary and not lasting, None
+            return step, None
 
         with ExitStack() as held:
-            choice = self._agreed(choose, held)
-            assert choice is not None, "`choose` has no end"
-            found, problem = self._attempt(*choice[:2])
+            self._agreed(choose, held)
+            found, problem = self._attempt(step)
         if found is None:
             assert problem is not None, "what was not found has a reason"
             raise problem
         return found
 
-    def _untried(self) -> Iterator[tuple[int, bool, str | None]]:
-        """(step, temporary, None) to try, newest first, or why it is not tried yet; ends."""
-        tried: set[Choice] = set()
-        later: list[Choice] = []
-        for temporary in (False, True):
-            for step in self.both[temporary].misnamed():
-                tried.add((step, temporary))
-                if (wrong := self.both[temporary].misnaming(step)) is not None:
-                    yield step, temporary, f"skipped {wrong}"
+    def _untried(self) -> Iterator[tuple[int, str | None]]:
+        """(step, None) to try, newest first, or why it is not tried yet; ends."""
+        of, tried, later = self.steps, set[int](), list[int]()
+        for step in of.misnamed():
+            tried.add(step)
+            if (wrong := of.misnaming(step)) is not None:
+                yield step, f"skipped {wrong}"
         for _ in range(_LOOKS):
-            fresh = [choice for choice in newest_first(self.both) if choice not in tried]
-            broken = [choice for choice in not_complete(self.both) if choice not in tried]
-            for step, temporary in in_order({*fresh, *broken}):
-                tried.add((step, temporary))
-                if (step, temporary) not in fresh:
+            fresh = {step for step in of.complete() if step not in tried}
+            broken = {step for step in of.incomplete() if step not in tried}
+            for step in sorted(fresh | broken, reverse=True):
+                tried.add(step)
+                if step not in fresh:
                     why = "has no COMPLETE: it is damaged, or a copy that is not finished"
-                    yield step, temporary, f"skipped the checkpoint of step {step}: {self._text(step, temporary)} {why}"
-                elif self.prefer_finite and self.both[temporary].facts(step).finite is False:
-                    later.append((step, temporary))
+                    yield step, f"skipped the checkpoint of step {step}: {of.place(step).text} {why}"
+                elif self.prefer_finite and of.facts(step).finite is False:
+                    later.append(step)
                     why = "loss or gradient norm of its step was not finite; prefer_finite=False restores it"
-                    yield step, temporary, f"skipped the checkpoint of step {step}: {why}"
+                    yield step, f"skipped the checkpoint of step {step}: {why}"
                 else:
-                    yield step, temporary, None
+                    yield step, None
             # Steps that were deleted before we held them: then there are newer ones by now.
-            if all(self.both[temporary].place(step).is_complete() for step, temporary in fresh):
+            if all(of.place(step).is_complete() for step in fresh):
                 break
-        for step, temporary in later:
+        for step in later:
             why = "nothing better is left; loss or gradient norm of its step was not finite"
-            yield step, temporary, f"trying the checkpoint of step {step} after all: {why}"
-            yield step, temporary, None
-
-    def _text(self, step: int, temporary: bool) -> str:
-        return self.both[temporary].place(step).text
+            yield step, f"trying the checkpoint of step {step} after all: {why}"
+            yield step, None
 
     def _others(self) -> str:
         """What the directory holds instead of complete steps, as rank 0 sees it, on all ranks; "" for nothing."""
-        ranks, what = self.world, f"looking for checkpoints in {self.both[0].store.text}"
-        text = together(ranks, what, lambda: others(self.both) if ranks.rank == 0 else None)
+        ranks, what = self.world, f"looking for checkpoints in {self.steps.store.text}"
+        text = together(ranks, what, lambda: others(self.steps) if ranks.rank == 0 else None)
         return ranks.broadcast_text(text or "")
 
     def _agreed(
-        self, choose: Callable[[], tuple[int, bool, str | None] | None], held: ExitStack
-    ) -> tuple[int, bool, str | None] | None:
+        self, choose: Callable[[], tuple[int, str | None] | None], held: ExitStack
+    ) -> tuple[int, str | None] | None:
         """What rank 0 chooses, on all ranks; rank 0 holds a lease on it until `held` is left."""
         ranks = self.world
 
         def work():
             self._rank()
             if ranks.rank == 0 and (choice := choose()) is not None:
-                steps = self.both[choice[1]]
-                held.enter_context(leases.reading(steps.notes, steps.name(choice[0])))
+                held.enter_context(leases.reading(self.steps.notes, self.steps.name(choice[0])))
                 return choice
 
-        choice = together(ranks, f"looking for checkpoints in {self.both[0].store.text}", work)
+        choice = together(ranks, f"looking for checkpoints in {self.steps.store.text}", work)
         choice = json.loads(ranks.broadcast_text(json.dumps(choice)))
         return None if choice is None else tuple(choice)
 
@@ -174,7 +164,7 @@ class Search:
             if self.world.rank == 0:
                 warnings.warn(text, RuntimeWarning, stacklevel=7)  # at who called the Manager
 
-        together(self.world, f"restoring from {self.both[0].store.text}", work)
+        together(self.world, f"restoring from {self.steps.store.text}", work)
 
     def _wanted(self) -> Wanted | None:
         return target_of(self.target, self.options.get("into"), self.world, self.rank)
@@ -195,9 +185,9 @@ class Search:
         except (CheckpointError, OSError, SavedAgain):
             return 0  # the restore reports it
 
-    def _attempt(self, step: int, temporary: bool) -> tuple[Found | None, CheckpointError | None]:
+    def _attempt(self, step: int) -> tuple[Found | None, CheckpointError | None]:
         """The step, or, on all ranks, what is damaged. Any other error of any rank is raised on all of them."""
-        ranks, place, kind, error, found = self.world, self.both[temporary].place(step), _GOOD, None, None
+        ranks, place, kind, error, found = self.world, self.steps.place(step), _GOOD, None, None
         size = self._bytes(place)
         bar = self.progress if ranks.rank == 0 else False
         try:
@@ -214,7 +204,7 @@ class Search:
         if gravest == _GOOD:
             assert found is not None, "no rank has an error"
             nbytes = size if self._wanted() is not None else state_bytes(self.target)
-            return Found(step, temporary, found.state, own_metadata(found.source.metadata), nbytes), None
+            return Found(step, found.state, own_metadata(found.source.metadata), nbytes), None
         first = int(firsts[gravest])  # speaks for all; what was raised on a rank itself stays
         message = ranks.broadcast_text(f"{error}", first)
         if gravest == _DAMAGED:

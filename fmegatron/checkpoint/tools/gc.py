@@ -19,7 +19,7 @@ from fmegatron.checkpoint.files.storage import Remnant, Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps
-from fmegatron.checkpoint.tools.ls import NOTE, TEMPORARY, Leftover, Listing, listing, remnants
+from fmegatron.checkpoint.tools.ls import NOTE, Leftover, Listing, listing, remnants
 from fmegatron.files import whole
 
 _Todo = tuple["Action", Callable[[], None]]  # what is decided, and what does it
@@ -128,12 +128,11 @@ class _Leftovers:
 
     def act(self, store: Store, found: Listing, dry_run: bool) -> list[Action]:
         """Decide, watch those of other machines if asked, then do it."""
-        folders = [store] if store.child(TEMPORARY).is_meant() else [store, store.child(TEMPORARY)]
         end = time.monotonic() + self._watch_s + _LOOK_S
-        todo = self._decide(found, folders)
+        todo = self._decide(found, store)
         while self._watch_s and any(action.doubt for action, _ in todo) and time.monotonic() < end:
             time.sleep(_LOOK_S)
-            todo = self._decide(found, folders)
+            todo = self._decide(found, store)
         # First of all what is the only one of its name gets it back; then nothing that is removed can be needed.
         todo.sort(key=lambda pair: pair[0].kind != "finish")
         for action, do in todo:
@@ -141,24 +140,22 @@ class _Leftovers:
                 do()
         return [action for action, _ in todo]
 
-    def _decide(self, found: Listing, folders: list[Store]) -> list[_Todo]:
-        todo, kept = [], set()
-        for folder in folders:
-            notes, now = folder.notes(), _now(folder)
-            saves = {remnant.files.text: remnant for _, remnant in remnants(folder)}
-            for left in found.leftovers:
-                if left.path in saves:
-                    token, do = saves[left.path].token, partial(_remove, saves[left.path])
-                elif os.path.dirname(left.path) == folder.text and (m := HIDDEN.fullmatch(left.name)):
-                    token, do = m[3], partial(_remove_hidden, left)
-                else:
-                    continue
-                action = self._leftover(left, notes, token, now)
-                kept |= {leases.saving_note(left.of, token)} if action.kind == "keep" else set()
-                todo.append((action, do))
-            for note in notes.names():
-                if (m := NOTE.fullmatch(note)) and note not in kept:
-                    todo += [(action, partial(notes.remove, note)) for action in self._note(folder, note, m[2])]
+    def _decide(self, found: Listing, folder: Store) -> list[_Todo]:
+        todo, kept, notes, now = [], set(), folder.notes(), _now(folder)
+        saves = {remnant.files.text: remnant for _, remnant in remnants(folder)}
+        for left in found.leftovers:
+            if left.path in saves:
+                token, do = saves[left.path].token, partial(_remove, saves[left.path])
+            elif m := HIDDEN.fullmatch(left.name):
+                token, do = m[3], partial(_remove_hidden, left)
+            else:  # of another process, and gone by now
+                continue
+            action = self._leftover(left, notes, token, now)
+            kept |= {leases.saving_note(left.of, token)} if action.kind == "keep" else set()
+            todo.append((action, do))
+        for note in notes.names():
+            if (m := NOTE.fullmatch(note)) and note not in kept:
+                todo += [(action, partial(notes.remove, note)) for action in self._note(folder, note, m[2])]
         return todo
 
     def _leftover(self, left: Leftover, notes: Notes | KeyNotes, token: str, now: float) -> Action:

@@ -24,7 +24,6 @@ from fmegatron.files import disk
 from fmegatron.files.disk import is_directory
 
 NOTE = re.compile(r"\.(.+)\.(reading|leaving|saving|claim)-[0-9a-f]{12}|\.new-.+")  # a small file beside checkpoints
-TEMPORARY = "temporary"  # where a Manager has its temporary checkpoints
 _KINDS = (
     ("tmp", "being saved, or left by a killed save"),
     ("old", "replaced by a re-save"),
@@ -95,8 +94,6 @@ class Listing:
 def listing(path: str | os.PathLike | Store) -> Listing:
     """The checkpoints in a directory, or the one at the path itself; of URLs what their store lists.
 
-    A Manager's directory has temporary ones, too, in its directory `temporary`.
-
     Raises ValueError when the path does not exist, or is neither a checkpoint nor a directory that holds some.
     """
     store = open_store(path)
@@ -104,10 +101,8 @@ def listing(path: str | os.PathLike | Store) -> Listing:
         parent, _, name = store.text.rstrip("/").rpartition("/")
         left = tuple(_leftover(name, remnant) for remnant in store.leftovers())
         return Listing(parent, False, (_checkpoint(store, name),), left + tuple(_hidden(parent, name)))
-    folders = [store] if store.child(TEMPORARY).is_meant() else [store, store.child(TEMPORARY)]
-    rows = [_checkpoint(of.child(n), n if of is store else f"{TEMPORARY}/{n}") for of in folders for n in _meant(of)]
-    left = tuple(_leftover(name, remnant) for of in folders for name, remnant in remnants(of))
-    left += tuple(row for of in folders for row in _hidden(of.text))
+    rows = [_checkpoint(store.child(name), name) for name in _meant(store)]
+    left = tuple(_leftover(name, remnant) for name, remnant in remnants(store)) + tuple(_hidden(store.text))
     there = is_directory(store.text)
     if not rows and not left and not (there and all(map(NOTE.fullmatch, disk.names_in(store.text)))):
         if not there and disk.is_there(store.text):

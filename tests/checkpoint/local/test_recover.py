@@ -177,15 +177,6 @@ def test_newer_global_checkpoints_come_first(tmp_path):
     assert opened == [7, 7]  # once by each rank
 
 
-def test_temporary_global_checkpoints_count(tmp_path):
-    cluster = Cluster(tmp_path / "nodes", 2)
-    of, local = tmp_path / "global", cut_tree(state(cluster.layouts, 6), cluster.layouts)
-    metadata = {"step": 6, "loss": 0.1}
-    run(2, lambda w: Manager(of, world=w).save(6, local[w.rank], cluster.layouts, metadata, temporary=True))
-    cluster.save(5)
-    cluster.assert_restored(cluster.restore(fallback=of)[0], 6)
-
-
 def test_a_function_as_the_last_resort(tmp_path):
     cluster = Cluster(tmp_path, 2)
     got, _ = cluster.restore(fallback=lambda layouts: (4, {"w": 1}, {"from": "elsewhere"}))
