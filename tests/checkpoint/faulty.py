@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.format import ZARR
 from fmegatron.checkpoint.files.storage import Storage, Store
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.files import owners
 
 
@@ -31,9 +29,6 @@ class FaultyStorage:
         self.before("open", name)
         return self.real.open(name, size, ranges)
 
-    def array(self, array):
-        return FaultyArray(self.real.array(array), self.before)
-
     def write(self, name, blocks, durable=True):
         self.before("write", name)
         self.real.write(name, self.blocks(name, blocks), durable)
@@ -41,25 +36,6 @@ class FaultyStorage:
     def sync(self):
         self.before("sync", "")
         self.real.sync()
-
-
-@dataclass(frozen=True)
-class FaultyArray:
-    """An array that calls `before("write", name)` before tensorstore is given a chunk, or the zarr.json."""
-
-    real: ZarrArray
-    before: Callable[[str, str], None]
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    def describe(self):
-        self.before("write", f"{self.array.name}/{ZARR}")
-        return self.real.describe()
-
-    def places(self, file, indices):
-        self.before("write", self.array.file_name(file))
-        return self.real.places(file, indices)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_files_are_few(case):
     paths, layouts = state_of(name, mesh, strategy, apart)
     found = counts(plan(paths, layouts))
     assert found.shards <= most and found.files <= WITH_PACKED.get(case, most), found
-    assert found.operations <= 5.2 * found.files + 6 * mesh.size, found
+    assert found.operations <= 2.2 * found.files + 6 * mesh.size, found
 
 
 def test_the_count_is_that_of_a_save(tmp_path):

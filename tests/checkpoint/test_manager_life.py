@@ -10,8 +10,8 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files.folder import Folder
 from fmegatron.checkpoint.files.stores import open_store
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.checkpoint.manage.retention import Keep, with_metrics
 from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.layout import Layout, Mesh
@@ -220,15 +220,15 @@ def test_a_full_disk_on_one_rank(tmp_path, monkeypatch, broken):
         return run(2, work)
 
     assert all(report.durable for report in save(1))
-    places = ZarrArray.places
+    write = Folder.write
 
-    def full(self, file, indices):
-        if self.array.name == "arrays/w" and file == (broken, 0):
+    def full(self, name, blocks, durable=True):
+        if name == f"arrays/w/c.{broken}.0":
             raise OSError(28, "No space left on device")
-        return places(self, file, indices)
+        return write(self, name, blocks, durable)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ZarrArray, "places", full)
+        patch.setattr(Folder, "write", full)
         errors = save(2)
     assert all(isinstance(e, RuntimeError) and "No space left" in str(e) for e in errors)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000001"] and manager.latest() == 1

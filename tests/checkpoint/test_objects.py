@@ -15,7 +15,6 @@ from fmegatron.checkpoint import CheckpointError, Manager
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Watch
 from fmegatron.checkpoint.files.stores import open_store, store_from_json
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.checkpoint.manage.tracker import read_latest
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
@@ -27,7 +26,7 @@ from tests.checkpoint.test_faults import layouts_on, state
 from tests.checkpoint.tokens import files_of
 
 ONE = layouts_on(Mesh(fsdp=1, tp=1))
-PUTS = [*((KeyValues, name) for name in ("write", "remove", "delete")), (ZarrArray, "describe"), (ZarrArray, "places")]
+PUTS = [(KeyValues, name) for name in ("write", "remove", "delete")]
 
 
 @pytest.fixture(scope="module")

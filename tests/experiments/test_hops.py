@@ -8,12 +8,12 @@ import inspect
 from pathlib import Path
 
 import pytest
-import tensorstore
 import torch
 import torch.nn.functional as F
 
 from experiments import shakespeare
 from fmegatron import step, tree
+from fmegatron.checkpoint.writing import write as writing
 from fmegatron.collectives.kinds import Collective
 from fmegatron.layout import Mesh
 from tests.experiments.given import made
@@ -76,17 +76,18 @@ def test_from_the_step_to_the_reduce_scatter_of_a_gradient(monkeypatch, changes)
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"dim": 128, "heads": 2}], ids=str)
 def test_from_the_experiment_to_bytes_on_disk(monkeypatch, tmp_path, changes):
-    """From the call of the experiment, and from what `Run` does when it is called, to the write of a chunk."""
-    write, found = tensorstore.TensorStore.write, []
+    """From the call of the experiment, and from what `Run` does when it is called, to where files are made."""
+    write, found, made_files = writing._run, [], []
 
-    def noted(*args, **options):
+    def noted(storage, jobs):
         found.append(here("__call__"))
-        return write(*args, **options)
+        made_files.extend(jobs)
+        return write(storage, jobs)
 
-    monkeypatch.setattr(tensorstore.TensorStore, "write", noted)
+    monkeypatch.setattr(writing, "_run", noted)
     config = {**SMALL, "run": str(tmp_path / "run"), "steps": 1, "warmup": 0, "eval_windows": 4, "backend": "eager"}
     shakespeare.experiment(made(shakespeare.Config, **config | changes))
-    assert len(found) > 10 and not list((tmp_path / "run").rglob(".new-*"))
+    assert found and len(made_files) > 10 and not list((tmp_path / "run").rglob(".new-*"))
     for frames in found:
         assert frames[0] == ("fmegatron/loop/experiment.py", "__call__") and frames[-1][0].startswith(
             "fmegatron/checkpoint/"

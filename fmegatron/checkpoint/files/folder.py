@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,12 @@ import numpy as np
 from fmegatron.checkpoint.files import siblings, trees
 from fmegatron.checkpoint.files.commit import Place, is_ours, parse_pointer, root_of
 from fmegatron.checkpoint.files.entries import Entry, walk
-from fmegatron.checkpoint.files.format import LOCK, MANIFEST, MARKER, ZARR, Array
+from fmegatron.checkpoint.files.format import MANIFEST, MARKER
 from fmegatron.checkpoint.files.held import Held
-from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values, unusual
 from fmegatron.checkpoint.files.leases import Lease, Watch
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.probe import probe
 from fmegatron.checkpoint.files.slots import FILE_BYTES
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.files import disk, whole
 
 _FSYNCS = 8  # a disk takes many at a time
@@ -49,7 +46,7 @@ class Folder:
     lease: Lease | None = field(default=None, compare=False, repr=False)
     stated: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     writers = 4
-    stays_open = True
+    streams = stays_open = True
 
     @property
     def readers(self) -> int:
@@ -65,20 +62,6 @@ class Folder:
     def fd(self) -> int | None:
         """The descriptor of the directory, where it is held open."""
         return self.held.fd if self.held is not None else None
-
-    @cached_property
-    def _values(self) -> KeyValues:
-        """The same files, for tensorstore, which syncs names with files, and fails where that cannot be."""
-        return file_values(self.root, durable=self._syncs_names)
-
-    @cached_property
-    def _syncs_names(self) -> bool:
-        return whole.can_sync(self.root)
-
-    def array(self, array: Array) -> ZarrArray:
-        """An array to write. Its directory is made here: tensorstore would make the root, too."""
-        self._make_parents(f"{array.name}/{ZARR}")
-        return ZarrArray(array, self._values)
 
     def at(self, name: str) -> str:
         """Path of a file."""
@@ -173,21 +156,10 @@ class Folder:
         """Of the directory that is held, if it is, whatever has taken its name since."""
         return walk(self.root, self.fd)
 
-    def sync_files(self, names: Sequence[str]) -> None:
-        """tensorstore has, if it can. An fsync of another machine need not send what is in this one's memory."""
-        if not self._syncs_names:
-            with ThreadPoolExecutor(_FSYNCS) as pool:
-                list(pool.map(_sync_file, map(self.at, names)))
-
     def sync(self) -> None:
-        """Make the names in all directories durable."""
+        """Make the names in all directories durable; the files are."""
         with ThreadPoolExecutor(_FSYNCS) as pool:
             list(pool.map(whole.sync_directory, [folder for folder, _, _ in disk.files_below(self.root)]))
-
-
-def _sync_file(at: str) -> None:
-    with open(at, "rb") as file:
-        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)
@@ -382,8 +354,7 @@ class FolderStore(Place[Folder]):
             part, longest = os.pathconf(at, "PC_NAME_MAX"), os.pathconf(at, "PC_PATH_MAX")
         except (OSError, ValueError):
             part, longest = 255, 4096
-        # tensorstore opens a file beside each that it writes, with a longer name.
-        return part, longest - 1 - len(os.fsencode(self.at("0" * 12))) - 1 - len(LOCK)
+        return part, longest - 1 - len(os.fsencode(self.at("0" * 12))) - 1
 
     def child(self, name: str) -> FolderStore:
         """The place `name` in this directory."""
@@ -436,8 +407,6 @@ class FolderStore(Place[Folder]):
         name, most = os.fsencode(os.path.basename(self.path)), self.limits()[0] - len("..reading-") - 12
         if len(name) > most:
             raise ValueError(f"{self.path}: got a name of {len(name)} bytes, wanted at most {most}; use a shorter one")
-        if (why := unusual(self.path)) is not None:
-            raise ValueError(f"{self.path!a}: got a path with {why}, wanted one that tensorstore writes to; rename it")
         if (around := self.around()) is not None:
             raise ValueError(f"{self.path}: got a path inside of the checkpoint {around.path}, wanted one beside it")
         if not disk.is_there(self.path):

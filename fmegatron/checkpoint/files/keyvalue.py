@@ -1,9 +1,9 @@
-"""Files as values of a tensorstore key-value store: concurrent byte-range reads, and atomic writes."""
+"""Objects of a tensorstore key-value store: concurrent byte-range reads, and atomic writes."""
 
 from __future__ import annotations
 
 import errno
-import os
+import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from fmegatron.checkpoint.files.format import LOCK
-
 _REQUEST_BYTES = 8 << 20  # most bytes of one read
 _GAP_BYTES = 128 << 10  # a gap that is cheaper to read than to ask twice
-_FILE_WRITERS = 4  # threads that write files
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,12 @@ class KeyValues:
 
     def write(self, name: str, blocks: Iterable[Any]) -> None:
         """Put a value; durable on return as far as the driver knows."""
-        done(self.kv.write(name, b"".join(blocks)))
+        data = io.BytesIO()  # the memory of a block may be that of the next one
+        for block in blocks:
+            data.write(block)
+        future = self.kv.write(name, data.getvalue())  # tensorstore has a copy of its own
+        data.close()
+        done(future)
 
     def remove(self, name: str) -> None:
         """Remove a value; one that is not there is none."""
@@ -83,39 +85,6 @@ class KeyValues:
     def delete(self) -> None:
         """Remove all values."""
         done(self.kv.delete_range(ts.KvStore.KeyRange()))
-
-
-def file_values(root: str, durable: bool = True) -> KeyValues:
-    """The files below a directory, for writing.
-
-    Each is written under a name of its own that ends in `.__lock`, made durable (if asked for), and renamed; its
-    directory, which is made if need be, is made durable, too. No locks: each file has one writer.
-    """
-    context = ts.Context(
-        {
-            "cache_pool": {"total_bytes_limit": 0},
-            "file_io_concurrency": {"limit": _FILE_WRITERS},
-            "data_copy_concurrency": {"limit": 2},
-            "file_io_locking": {"mode": "none"},
-            "file_io_sync": durable,
-        }
-    )
-    return KeyValues({"driver": "file", "path": f"{root}/"}, context)
-
-
-def unusual(root: str) -> str | None:
-    """What in the path of a directory keeps `file_values` from writing there (reading needs nothing of it), or None.
-
-    >>> unusual("/runs/a"), unusual("/runs/b.__lock/a")
-    (None, 'a part that ends in .__lock')
-    """
-    if not root.isprintable() and any("\ud800" <= c <= "\udfff" for c in root):
-        return "bytes that are not UTF-8"
-    if "\\" in root or "\n" in os.path.basename(root):
-        return "a backslash" if "\\" in root else "a line break in its name"
-    if any(part.endswith(LOCK) for part in root.split("/")):
-        return f"a part that ends in {LOCK}"
-    return None
 
 
 class KeyNotes:

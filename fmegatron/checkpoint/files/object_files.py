@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fmegatron.checkpoint.files.entries import UNKNOWN, Entry
-from fmegatron.checkpoint.files.format import Array
 from fmegatron.checkpoint.files.keyvalue import KeyValues
 from fmegatron.checkpoint.files.leases import Lease
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Objects:
     stated: dict[str, Any] | None = field(default=None, compare=False, repr=False)
     readers = 8  # each has up to 16 MiB in flight
     writers = 8
-    stays_open = False
+    streams = stays_open = False
 
     def at(self, name: str) -> str:
         """URL of an object."""
@@ -42,10 +40,6 @@ class Objects:
     def open(self, name: str, size: int, ranges: Sequence[tuple[int, int]]) -> AbstractContextManager:
         """Ranges of an object."""
         return self.values.open(name, size, ranges)
-
-    def array(self, array: Array) -> ZarrArray:
-        """An array to write."""
-        return ZarrArray(array, self.values)
 
     def identity(self) -> str:
         """The URL: every save has a token of its own there."""
@@ -73,9 +67,6 @@ class Objects:
     def entries(self) -> Iterator[Entry]:
         """Files only, without sizes and times."""
         return (Entry(name, "file", UNKNOWN, 0.0) for name in self.names())
-
-    def sync_files(self, names: Sequence[str]) -> None:
-        """They are."""
 
     def sync(self) -> None:
         """An object that was put is durable."""

@@ -2,7 +2,7 @@
 
 Needed: files are created, written, synced, renamed and removed, and an open sees what was closed. Not needed: a rename
 of directories, or one that is one step; links; equal clocks; inode numbers. Without an fsync of directories the names
-are as durable as the file system makes them: files are then synced by us, as tensorstore would fail.
+are as durable as the file system makes them; files are synced.
 """
 
 from __future__ import annotations

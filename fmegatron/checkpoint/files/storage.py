@@ -21,11 +21,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from fmegatron.checkpoint.files.entries import Entry
-from fmegatron.checkpoint.files.format import Array
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Lease, Watch
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 
 
 class Reader(Protocol):
@@ -70,6 +68,11 @@ class Storage(Protocol):
         ...
 
     @property
+    def streams(self) -> bool:
+        """Whether a file is written while its blocks come; else all of it is in memory before."""
+        ...
+
+    @property
     def stays_open(self) -> bool:
         """Whether a file that is open can be read anywhere, again and again; else only what was asked for at once."""
         ...
@@ -92,10 +95,6 @@ class Storage(Protocol):
     def forget(self, name: str) -> None:
         """The next read of a file comes from its disk, not from this machine's memory, where that can be had."""
 
-    def array(self, array: Array) -> ZarrArray:
-        """An array to write, chunk by chunk, through tensorstore."""
-        ...
-
     def identity(self) -> Hashable:
         """What the files of one save have, and those of a later save at the same place have not. Raises OSError."""
         ...
@@ -105,7 +104,10 @@ class Storage(Protocol):
         ...
 
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
-        """Make a new file of these buffers, which may be made while they are written. Raises OSError."""
+        """Make a new file of these buffers, whose memory may be used again for the next one. Raises OSError.
+
+        durable: its content is on the disk on return (its name after `sync`).
+        """
 
     def remove(self, name: str) -> None:
         """Remove a file."""
@@ -117,9 +119,6 @@ class Storage(Protocol):
     def entries(self) -> Iterable[Entry]:
         """All that is there, directories too where there are any; sizes where they are listed."""
         ...
-
-    def sync_files(self, names: Sequence[str]) -> None:
-        """What this process has written to these files of arrays is durable. Who writes them calls it."""
 
     def sync(self) -> None:
         """The names of all files, written by all ranks, are durable and can be read on return. Rank 0."""

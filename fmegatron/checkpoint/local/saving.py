@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from fmegatron.checkpoint.background.staging import Portion, groups, portions, r
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.files.format import Manifest, digest
-from fmegatron.checkpoint.files.keyvalue import KeyValues, file_values
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local.shard import Content, content_id, with_ids
 from fmegatron.checkpoint.local.shelf import Shelf, remove
@@ -95,15 +93,8 @@ class _Disk:
 class _Volatile(Folder):
     """Files that need not survive the system: nothing waits for the disk."""
 
-    @cached_property
-    def _values(self) -> KeyValues:
-        return file_values(self.root, durable=False)
-
     def write(self, name: str, blocks: Iterable[Any], durable: bool = True) -> None:
         super().write(name, blocks, durable=False)
-
-    def sync_files(self, names: Sequence[str]) -> None:
-        pass
 
     def sync(self) -> None:
         pass

@@ -44,6 +44,5 @@ def counts(plans: Sequence[LeafPlan]) -> Counts:
     groups = {name.rsplit("/", i)[0] for name in arrays for i in range(1, name.count("/") + 1)}
     own, data = len(arrays) + pieces + boxes, shards + pieces + boxes
     parts = 2 * (ranks - 1)  # which rank 0 reads and removes
-    # tensorstore makes a file, syncs it, renames it, opens its directory and syncs that.
-    operations = 5 * (data + own) + 2 * (len(groups) + _FEW) + 3 * parts
+    operations = 2 * (data + own + len(groups) + _FEW) + 3 * parts
     return Counts(shards, data, data + own + len(groups) + _FEW, operations)

@@ -1,6 +1,6 @@
 """Whether a state stayed as it was while it was saved: a save of what another thread changes is refused.
 
-A digest of what is written does not show it: taken while tensorstore writes, bytes and digest may differ
+A digest of what is written does not show it: taken while it is written, bytes and digest may differ
 (acknowledged and unreadable); taken of a copy, both agree on a state that never was (torn). So the live memory itself
 is looked at before the first byte is given away, and again when all is written.
 """

@@ -1,18 +1,20 @@
-"""The writes of one rank: files of chunks of its leaves through tensorstore, with a digest of each band.
+"""The writes of one rank: files of chunks of its leaves, band by band, with a digest of each.
 
-A chunk of an uncompressed zarr3 array is its elements and nothing else, so tensorstore's threads write it from the
-tensor's memory, without a copy, while this thread digests it. What is not contiguous there is copied band by band into
-a buffer, and digested while it is in the cache; then a file at a time is in memory, and the next one beside it.
+A file is made under its own name, filled from its first byte to its last and synced once: two operations of the file
+system. Bands are digested while they are in the cache and written from the tensor's memory; what is not contiguous
+there is copied to a buffer of one band before. Some threads write, a file each.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,20 +30,16 @@ from fmegatron.checkpoint.files.format import (
     packed_name,
     piece_name,
     raw,
+    zarr_json,
 )
-from fmegatron.checkpoint.files.keyvalue import done
 from fmegatron.checkpoint.files.storage import Storage
-from fmegatron.checkpoint.files.zarr_array import ZarrArray
 from fmegatron.checkpoint.writing.part import Part, one_chunk, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, grid_array
 from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
-_STAGED_BYTES = 64 << 20  # host copies of pieces on devices held at a time
-_BUFFER_BYTES = 8 << 20  # copies of chunks held at a time, those of two files at least
 PACKED_BYTES = 8 << 20  # most of an array of packed leaves
-_AHEAD_BYTES = 128 << 20  # given to tensorstore and not yet written, two files at least: no more after an error
-_AHEAD_WRITES = 512  # the same in writes: beside its bytes, each takes some 10 KiB, and stores take far fewer at once
+_AHEAD_BYTES = 256 << 20  # of files in memory at a time, one at least, where a store takes them whole
 
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
@@ -54,7 +52,7 @@ def write_part(
     rank: int,
     chunks: Sequence[Chunks | None] | None = None,
 ) -> Part:
-    """Write all that `rank` has to write, and make it durable but for names of files (`storage.sync`).
+    """Write all that `rank` has to write, and make it durable but for the names of files (`storage.sync`).
 
     Raises OSError naming the leaf.
 
@@ -67,58 +65,219 @@ def write_part(
             nothing else; None: all that the rank has to write. Those of one file are given together.
     """
     part = Part(rank, plan_digest(plans))
-    packed: list[np.ndarray] = []
-    size = number = 0
-    with _Writer(storage, part) as writer:
-        files: dict[tuple[str, tuple[int, ...]], tuple[Array, list[_Chunk]]] = {}
-        for leaf, x, some in zip(plans, tensors, chunks or [None] * len(plans), strict=True):
-            if leaf.home == "grid" and (todo := chunks_to_write(leaf, rank) if some is None else some):
-                array, source = grid_array(leaf), _Tensor(x)
-                for index, box in todo:
-                    file = array.file_of(index := (*leaf.at, *index))
-                    found = files.setdefault((array.name, file), (array, []))
-                    found[1].append(_Chunk(leaf.path, index, box, source))
-        for (_, file), (array, some) in files.items():
-            writer.file(array, file, some)
-        for leaf, x in zip(plans, tensors, strict=True):
-            if leaf.home != "grid" and leaf.writes(rank):
-                boxes = leaf.layout.boxes(rank)
-                if leaf.home == "packed":
-                    data = raw(_on_host(x))
-                    if leaf.layout.padded:
-                        bits, boxes = _without_padding(torch.from_numpy(data), boxes)
-                        data = bits.numpy()
-                    data = data.reshape(-1).view(np.uint8)
-                    if packed and size + data.nbytes > PACKED_BYTES:
-                        writer.packed(packed_name(rank, number), packed, size)
-                        packed, size, number = [], 0, number + 1
-                    part.pieces[leaf.path] = [Piece(packed_name(rank, number), size, boxes)]
-                    packed.append(data)
-                    size += data.nbytes + -data.nbytes % ALIGN_BYTES
-                else:
-                    data, staged = writer.host_bits(x)
-                    if leaf.layout.padded or data.nbytes > MOST_CHUNK_BYTES:
-                        data, boxes = _without_padding(data, boxes)
-                    data, found = data.view(-1), part.pieces.setdefault(leaf.path, [])
-                    for start, stop, some in _in_arrays(boxes, data.numel(), MOST_CHUNK_BYTES // data.itemsize):
-                        name = piece_name(leaf.path, rank, len(found))
-                        found.append(Piece(name, 0, some))
-                        array = one_chunk(name, stop - start, dtype_text(x.dtype))
-                        writer.whole(array, data[start:stop], leaf.path, staged if stop == data.numel() else 0)
-        if packed:
-            writer.packed(packed_name(rank, number), packed, size)
+    files: dict[tuple[str, tuple[int, ...]], tuple[Array, list[_Chunk]]] = {}
+    for leaf, x, some in zip(plans, tensors, chunks or [None] * len(plans), strict=True):
+        if leaf.home == "grid" and (todo := chunks_to_write(leaf, rank) if some is None else some):
+            array, source = grid_array(leaf), _Tensor(x)
+            for index, box in todo:
+                file = array.file_of(index := (*leaf.at, *index))
+                found = files.setdefault((array.name, file), (array, []))
+                found[1].append(_Chunk(leaf.path, index, box, source))
+    jobs = [_file(array, file, some) for (_, file), (array, some) in files.items()]
+    packed: list[tuple[LeafPlan, torch.Tensor]] = []
+    for leaf, x in zip(plans, tensors, strict=True):
+        if leaf.home == "packed" and leaf.writes(rank):
+            packed.append((leaf, x))
+        elif leaf.home == "piece" and leaf.writes(rank):
+            jobs += _pieces(part, leaf, x)
+    jobs += _packed(part, packed)
+    _run(storage, jobs)
+    for job in jobs:
+        part.wrote(job.array.name, job.numbers, job.table)
     return part
 
 
-def _without_padding(x: torch.Tensor, boxes: tuple[Box, ...]) -> tuple[torch.Tensor, tuple[Box, ...]]:
-    """The elements of the boxes of a local tensor, one box after another, and the boxes as they are there."""
+@dataclass(frozen=True)
+class _Job:
+    """A file to write.
+
+    what: whose bytes, for errors.  numbers: of its chunks in the grid.  table: uint64 [chunks, bands], their digests,
+    filled while `blocks` are made.
+    """
+
+    what: str
+    array: Array
+    file: tuple[int, ...]
+    numbers: list[int]
+    table: np.ndarray
+    blocks: Callable[[], Iterable[np.ndarray]]
+
+    def write(self, storage: Storage, stop: threading.Event) -> None:
+        """Write it, unless another one has failed. Raises OSError naming the leaf."""
+        try:
+            if 0 in self.numbers:  # of several ranks that write an array, one writes the metadata
+                storage.write(f"{self.array.name}/{ZARR}", [zarr_json(self.array)])
+            storage.write(self.array.file_name(self.file), _until(stop, self.blocks()))
+        except OSError as error:
+            raise OSError(f"{self.what}: a chunk could not be written: {error}") from error
+
+
+class _Stopped(Exception):
+    """Another file has failed."""
+
+
+def _until(stop: threading.Event, blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    for block in blocks:
+        if stop.is_set():
+            raise _Stopped
+        yield block
+
+
+def _run(storage: Storage, jobs: Sequence[_Job]) -> None:
+    """Write the files; on return all is written, or, after an error, nothing is any more."""
+    largest = max((job.table.shape[0] * job.array.chunk_nbytes for job in jobs), default=1)
+    threads = storage.writers if storage.streams else min(storage.writers, max(1, _AHEAD_BYTES // largest))
+    stop = threading.Event()
+
+    def work(job: _Job) -> None:
+        if not stop.is_set():
+            try:
+                job.write(storage, stop)
+            except BaseException:
+                stop.set()
+                raise
+
+    if min(threads, len(jobs)) < 2:
+        for job in jobs:
+            work(job)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            futures = [pool.submit(work, job) for job in jobs]
+            errors = [error for future in futures if (error := future.exception()) is not None]
+        finally:
+            stop.set()
+    for error in errors:
+        if not isinstance(error, _Stopped):
+            raise error
+
+
+def _file(array: Array, file: tuple[int, ...], chunks: Sequence[_Chunk]) -> _Job:
+    """A file of these chunks, which are all that are in it, in their order there."""
+    assert len(chunks) == math.prod(map(len, array.file_chunks(file))), f"{array.file_name(file)}: {len(chunks)} chunks"
+    chunks = sorted(chunks, key=lambda chunk: chunk.index)
+    numbers = [int(np.ravel_multi_index(chunk.index, array.grid)) for chunk in chunks]
+    table = np.zeros((len(chunks), math.prod(array.bands)), "<u8")
+
+    def blocks() -> Iterator[np.ndarray]:
+        buffer = np.empty(math.prod(array.band) * array.itemsize, np.uint8)
+        for chunk, row in zip(chunks, table, strict=True):
+            yield from _bands(chunk.source.part(chunk.box), array, row, buffer)
+        if array.shard:
+            yield array.file_index(file).view(np.uint8)
+
+    return _Job(chunks[0].what, array, file, numbers, table, blocks)
+
+
+def _bands(chunk: np.ndarray, array: Array, digests: np.ndarray, buffer: np.ndarray) -> Iterator[np.ndarray]:
+    """The bytes of a chunk's bands, row-major; digests: filled with theirs. What is copied is in `buffer`."""
+    if not array.band:
+        data = chunk.reshape(1).view(np.uint8)
+        digests[0] = digest(data)
+        yield data
+        return
+    chunk = chunk[(*(None,) * (len(array.chunk) - chunk.ndim), ...)]  # in a stack
+    starts = itertools.product(*(range(0, c, b) for c, b in zip(array.chunk, array.band, strict=True)))
+    for i, start in enumerate(starts):
+        shape = tuple(min(b, c - a) for a, b, c in zip(start, array.band, array.chunk, strict=True))
+        data = chunk[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        if data.shape != shape or not data.flags.c_contiguous:
+            band = buffer[: math.prod(shape) * array.itemsize].view(chunk.dtype).reshape(shape)
+            if data.shape != shape:
+                band[...] = 0
+            band[tuple(map(slice, data.shape))] = data
+            data = band
+        digests[i] = digest(data)
+        yield data.reshape(-1).view(np.uint8)
+
+
+def _pieces(part: Part, leaf: LeafPlan, x: torch.Tensor) -> Iterator[_Job]:
+    """Files of a rank's local storage of a leaf, of one chunk each; `part` is told where it is."""
+    boxes, n, found = leaf.layout.boxes(part.rank), x.numel(), part.pieces.setdefault(leaf.path, [])
+    kept = boxes
+    if leaf.layout.padded or x.nbytes > MOST_CHUNK_BYTES:
+        kept, n = _closed_up(boxes), sum(box.size for box in boxes)
+    for start, stop, some in _in_arrays(kept, n, MOST_CHUNK_BYTES // x.dtype.itemsize):
+        array = one_chunk(piece_name(leaf.path, part.rank, len(found)), stop - start, dtype_text(x.dtype))
+        part.arrays[array.name] = array
+        found.append(Piece(array.name, 0, some))
+        yield _whole(leaf.path, array, partial(_elements, x, boxes if kept != boxes else None, start, stop))
+
+
+def _elements(x: torch.Tensor, boxes: Sequence[Box] | None, start: int, stop: int) -> Iterator[np.ndarray]:
+    """Elements [start, stop) of a tensor, or of its boxes one after another."""
+    if boxes is None:
+        x = x if x.is_contiguous() else _on_host(x)
+        yield raw(_on_host(x.view(-1)[start:stop])).view(np.uint8)
+        return
+    host = torch.from_numpy(raw(_on_host(x)))
+    yield torch.cat([box.view(host).reshape(-1) for box in boxes])[start:stop].numpy().view(np.uint8)
+
+
+def _packed(part: Part, leaves: Sequence[tuple[LeafPlan, torch.Tensor]]) -> Iterator[_Job]:
+    """Files of packed leaves, one after another; `part` is told where they are."""
+    todo: list[Callable[[], Iterator[np.ndarray]]] = []
+    size = number = 0
+
+    def job() -> _Job:
+        array = one_chunk(packed_name(part.rank, number), size, "uint8")
+        part.arrays[array.name] = array
+        return _whole("the packed leaves", array, lambda some=tuple(todo): (x for data in some for x in data()))
+
+    for leaf, x in leaves:
+        boxes, nbytes = leaf.layout.boxes(part.rank), x.nbytes
+        kept = boxes
+        if leaf.layout.padded:
+            kept, nbytes = _closed_up(boxes), sum(box.size for box in boxes) * x.dtype.itemsize
+        if todo and size + nbytes > PACKED_BYTES:
+            yield job()
+            todo, size, number = [], 0, number + 1
+        part.pieces[leaf.path] = [Piece(packed_name(part.rank, number), size, kept)]
+        n, padding = nbytes // x.dtype.itemsize, np.zeros(-nbytes % ALIGN_BYTES, np.uint8)
+        some = partial(_elements, x, boxes if kept != boxes else None, 0, n)
+        todo.append(lambda some=some, padding=padding: itertools.chain(some(), [padding]))
+        size += nbytes + padding.nbytes
+    if todo:
+        yield job()
+
+
+def _whole(what: str, array: Array, data: Callable[[], Iterable[np.ndarray]]) -> _Job:
+    """A file of an array of one chunk, whose bytes come in any blocks."""
+    table, band = np.zeros((1, math.prod(array.bands)), "<u8"), array.band[0] * array.itemsize
+
+    def blocks() -> Iterator[np.ndarray]:
+        for i, block in enumerate(_equal(data(), band)):
+            table[0, i] = digest(block)
+            yield block
+
+    return _Job(what, array, (0,), [0], table, blocks)
+
+
+def _equal(data: Iterable[np.ndarray], nbytes: int) -> Iterator[np.ndarray]:
+    """The same bytes in blocks of `nbytes`, the last one of what is left; what has to be joined is in one buffer."""
+    buffer, used = np.empty(nbytes, np.uint8), 0
+    for block in data:
+        at = 0
+        while at < block.nbytes:
+            n = min(nbytes - used, block.nbytes - at)
+            if n == nbytes:
+                yield block[at : at + n]
+            else:
+                buffer[used : used + n] = block[at : at + n]
+                if (used := (used + n) % nbytes) == 0:
+                    yield buffer
+            at += n
+    if used:
+        yield buffer[:used]
+
+
+def _closed_up(boxes: tuple[Box, ...]) -> tuple[Box, ...]:
+    """The boxes of a local tensor as they are when their elements are one after another."""
     at, out = 0, []
     for box in boxes:
         out.append(Box(box.start, box.shape, at, row_major_strides(box.shape)))
         at += box.size
-    if tuple(out) == boxes and at == x.numel():
-        return x, boxes
-    return torch.cat([box.view(x).reshape(-1) for box in boxes]), tuple(out)
+    return tuple(out)
 
 
 def _in_arrays(boxes: tuple[Box, ...], n: int, most: int) -> Iterator[tuple[int, int, tuple[Box, ...]]]:
@@ -162,7 +321,7 @@ class _Tensor:
 
     def __init__(self, x: torch.Tensor):
         self.x = x.detach()
-        self.on_host = _is_plain(x)
+        self.on_host, self.lock = _is_plain(x), threading.Lock()
 
     def part(self, box: Box) -> np.ndarray:
         """The bits of a box, in any strides: the tensor's own memory, or a copy on the host."""
@@ -170,8 +329,9 @@ class _Tensor:
         return raw(found) if self.on_host else raw(found.resolve_conj().resolve_neg().cpu().contiguous())
 
     def _view(self, box: Box) -> torch.Tensor:
-        if not self.x.is_contiguous() and box.strides != row_major_strides(self.x.shape):
-            self.x = self.x.contiguous()  # boxes of other dims than it has
+        with self.lock:
+            if not self.x.is_contiguous() and box.strides != row_major_strides(self.x.shape):
+                self.x = self.x.contiguous()  # boxes of other dims than it has
         if self.x.is_contiguous():
             return box.view(self.x)
         at, rest = [], box.offset  # the strides of the box are those that it would have if it were contiguous
@@ -179,200 +339,6 @@ class _Tensor:
             start, rest = divmod(rest, stride)
             at.append(slice(start, start + n))
         return self.x[tuple(at)]
-
-
-class _Write(NamedTuple):
-    """A write that tensorstore has been given; staged, buffers: host memory that is free when it is done."""
-
-    what: str
-    futures: list[Any]
-    nbytes: int
-    staged: int
-    buffers: Sequence[np.ndarray]
-
-
-class _Writer:
-    """Gives chunks to tensorstore; on leaving the block all is written, or, after an error, nothing is any more."""
-
-    def __init__(self, storage: Storage, part: Part):
-        self.storage, self.part = storage, part
-        self.pending: deque[_Write] = deque()
-        self.ahead = self.staged = self.buffered = 0  # bytes in `pending`
-        self.free: list[np.ndarray] = []
-        self.arrays: dict[str, ZarrArray] = {}
-        self.names: list[str] = []  # of files
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        try:
-            while self.pending and error is None:
-                self._wait_for_oldest()
-        finally:
-            for write in self.pending:  # the hidden directory is about to be removed
-                for future in write.futures:
-                    future.exception()
-        if error is None:
-            self.storage.sync_files(self.names)
-
-    def file(self, array: Array, file: tuple[int, ...], chunks: Sequence[_Chunk]) -> None:
-        """Write a file of these chunks, which are all that are in it."""
-        what, nbytes, bands = chunks[0].what, len(chunks) * array.chunk_nbytes, math.prod(array.bands)
-        with _named(what):
-            if (stored := self.arrays.get(array.name)) is None:
-                stored = self.arrays[array.name] = self.storage.array(array)
-        numbers = [int(np.ravel_multi_index(chunk.index, array.grid)) for chunk in chunks]
-        table = np.zeros((len(chunks), bands), "<u8")
-        if 0 in numbers:  # of several ranks that write an array, one writes the metadata
-            self._describe(what, stored)
-        self._wait(nbytes)
-        views, buffers, late = [], [], []
-        for chunk, row in zip(chunks, table, strict=True):
-            view = chunk.source.part(chunk.box)
-            view = view[(*(None,) * (len(array.chunk) - view.ndim), ...)]  # in a stack
-            if view.shape == array.chunk and view.flags.c_contiguous:
-                views.append((chunk.index, view))
-                late.append((view, row))
-                continue
-            buffers.append(buffer := self._buffer(array.chunk_nbytes, nbytes))
-            data = buffer.view(view.dtype).reshape(array.chunk)
-            _digest_bands(data, array.band, row, view)
-            views.append((chunk.index, data))
-        self._give(what, stored, file, views, late, buffers=buffers)
-        self.part.wrote(array.name, numbers, table)
-
-    def whole(self, array: Array, data: torch.Tensor, what: str, staged: int) -> None:
-        """Write an array of one chunk."""
-        table = np.zeros((1, math.prod(array.bands)), "<u8")
-        with _named(what):
-            stored = self.storage.array(array)
-        self._describe(what, stored)
-        self._wait(data.nbytes)
-        view = data.numpy()
-        self._give(what, stored, (0,), [((0,), view)], [(view, table[0])], staged=staged)
-        self.part.arrays[array.name] = array
-        self.part.wrote(array.name, [0], table)
-
-    def packed(self, name: str, leaves: list[np.ndarray], size: int) -> None:
-        """Write an array of `size` bytes of packed leaves."""
-        while self.pending and self.staged + size > 2 * PACKED_BYTES:
-            self._wait_for_oldest()
-        self.staged += size
-        joined, at = torch.zeros(size, dtype=torch.uint8), 0
-        for data in leaves:
-            joined.numpy()[at : at + data.nbytes] = data
-            at += data.nbytes + -data.nbytes % ALIGN_BYTES
-        self.whole(one_chunk(name, size, "uint8"), joined, "the packed leaves", size)
-
-    def host_bits(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The bits of a tensor in contiguous host memory, and how many bytes that took."""
-        while self.pending and self.staged > _STAGED_BYTES:
-            self._wait_for_oldest()
-        host = _on_host(x)
-        staged = 0 if host.data_ptr() == x.data_ptr() else host.nbytes
-        self.staged += staged
-        return torch.from_numpy(raw(host)), staged
-
-    def _wait(self, nbytes: int) -> None:
-        """Until tensorstore may be given so much more."""
-        while self.pending and self.ahead + nbytes > max(_AHEAD_BYTES, 2 * nbytes):
-            self._wait_for_oldest()
-
-    def _give(
-        self,
-        what: str,
-        stored: ZarrArray,
-        file: tuple[int, ...],
-        chunks: list[tuple[tuple[int, ...], np.ndarray]],
-        late: list[tuple[np.ndarray, np.ndarray]],
-        buffers: Sequence[np.ndarray] = (),
-        staged: int = 0,
-    ) -> None:
-        """Give a file of all its chunks to tensorstore: (index in the grid, contiguous elements as bits, in the chunk's
-        shape); digest meanwhile what was not copied: (chunk, its digests).
-
-        Chunks stay as they are until all futures are done. One that is dropped before takes its write with it.
-        """
-        futures: list[Any] = []
-        lasting = stored.by_reference
-        with _named(what):
-            places, transaction = stored.places(file, [index for index, _ in chunks])
-            for place, (_, bits) in zip(places, chunks, strict=True):
-                given = bits.view(place.dtype.numpy_dtype)
-                futures.append(place.write(given, can_reference_source_data_indefinitely=lasting))
-            if transaction is not None:
-                for future in futures:
-                    done(future.copy)  # now it is in the transaction
-                futures.append(transaction.commit_async())
-        self.names.append(stored.array.file_name(file))
-        nbytes = sum(bits.nbytes for _, bits in chunks)
-        self._begun(_Write(what, futures, nbytes, staged, buffers))
-        for view, row in late:
-            _digest_bands(view, stored.array.band, row)
-
-    def _describe(self, what: str, stored: ZarrArray) -> None:
-        """Write the array's metadata."""
-        with _named(what):
-            future = stored.describe()
-        self.names.append(f"{stored.array.name}/{ZARR}")
-        self._begun(_Write(what, [future], 0, 0, []))
-
-    def _buffer(self, nbytes: int, file_nbytes: int) -> np.ndarray:
-        """Memory for a chunk of a file of so many bytes; of the file before there may be some, too."""
-        while self.pending and self.buffered + nbytes > max(_BUFFER_BYTES, 2 * file_nbytes):
-            self._wait_for_oldest()
-        found = next((i for i, buffer in enumerate(self.free) if buffer.nbytes == nbytes), None)
-        buffer = self.free.pop(found) if found is not None else None
-        if buffer is None:
-            self.free.clear()
-            buffer = np.empty(nbytes, np.uint8)
-        self.buffered += nbytes
-        return buffer
-
-    def _begun(self, write: _Write) -> None:
-        """tensorstore has been given a write."""
-        self.pending.append(write)
-        self.ahead += write.nbytes
-        while self.pending and (len(self.pending) > _AHEAD_WRITES or all(f.done() for f in self.pending[0].futures)):
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        what, futures, nbytes, staged, buffers = self.pending[0]
-        with _named(what):
-            for future in reversed(futures):  # the last is that of the file
-                done(future)
-        self.pending.popleft()
-        self.ahead, self.staged = self.ahead - nbytes, self.staged - staged
-        self.buffered -= sum(buffer.nbytes for buffer in buffers)
-        self.free += buffers
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """An error names whose bytes it concerns."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(f"{what}: a chunk could not be written: {error}") from error
-
-
-def _digest_bands(
-    chunk: np.ndarray, band: tuple[int, ...], digests: np.ndarray, source: np.ndarray | None = None
-) -> None:
-    """The digests of a contiguous chunk's bands, row-major; with a source, copied from it first and padded by zeros."""
-    if not band:
-        digests[0] = digest(chunk.reshape(1))
-        return
-    for i, start in enumerate(itertools.product(*(range(0, c, b) for c, b in zip(chunk.shape, band, strict=True)))):
-        at = tuple(slice(a, a + b) for a, b in zip(start, band, strict=True))
-        data = chunk[at]
-        if source is not None:
-            part = source[at]
-            if part.shape != data.shape:
-                data[...] = 0
-            data[tuple(map(slice, part.shape))] = part
-        digests[i] = digest(data)
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
