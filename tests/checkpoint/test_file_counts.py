@@ -1,23 +1,28 @@
 """How many files a save has, counted on paper for models of 8 to 405 billion parameters, for real for a small one."""
 
+import math
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from fmegatron import model, optim, step, tree
 from fmegatron.checkpoint.writing.counts import counts
-from fmegatron.checkpoint.writing.plan import plan
+from fmegatron.checkpoint.writing.plan import grid_array, plan
 from fmegatron.layout import DataParallel, Layout, Mesh
 from tests.checkpoint.fake_world import save_all
 from tests.checkpoint.test_reshard import any_bits
 from tests.checkpoint.tokens import files_of
+from tests.house import ROOT
 
 SHAPES = {
     "8B": {"dim": 4096, "layers": 32, "heads": 32, "ffn_dim": 14336},
     "70B": {"dim": 8192, "layers": 80, "heads": 64, "ffn_dim": 28672},
     "405B": {"dim": 16384, "layers": 126, "heads": 128, "ffn_dim": 53248},
 }
-# Above the bars with what each rank keeps for itself, in packed/ and pieces/ (two files each): to be mended.
-WITH_PACKED = {"8B on 1,024": 20_600, "405B on 16,384, no replicas": 398_000}
 # name: (model, mesh, strategy, whether its layers are leaves of their own, most files)
 CASES = {
     "8B on 8": ("8B", Mesh(fsdp=8), DataParallel.zero3(), False, 520),
@@ -49,9 +54,39 @@ def state_of(name, mesh, strategy, apart):
 def test_files_are_few(case):
     name, mesh, strategy, apart, most = CASES[case]
     paths, layouts = state_of(name, mesh, strategy, apart)
-    found = counts(plan(paths, layouts))
-    assert found.shards <= most and found.files <= WITH_PACKED.get(case, most), found
-    assert found.operations <= 2.2 * found.files + 6 * mesh.size, found
+    plans = plan(paths, layouts)
+    arrays = [grid_array(p) for p in plans if p.home == "grid"]
+    assert max(a.chunk_nbytes * math.prod(a.shard) for a in arrays) <= 256 << 20
+    found = counts(plans)
+    assert found.files <= most and found.operations <= 2.2 * found.files + 3 * mesh.size, found
+    assert found.operations <= 300_000 or case != "405B on 16,384", found
+
+
+SAVED = """
+import os, sys, torch
+from fmegatron import checkpoint
+from fmegatron.layout import Layout, Mesh
+like = Layout((256, 512), torch.float32, Mesh())
+layouts = {"layers": [like] * 5, "norm": Layout((64,), torch.float32, Mesh())}
+state = {"layers": [torch.ones(256, 512) for _ in range(5)], "norm": torch.ones(64)}
+checkpoint.save(sys.argv[1], state, layouts)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_a_file_is_one_create_and_one_fsync(tmp_path):
+    """As the system sees it; names are synced once a directory, and nothing in the token's folder is renamed."""
+    names = "openat,open,creat,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat"
+    command = ["strace", "-f", "-y", "-e", f"trace={names}", "-o", tmp_path / "calls"]
+    subprocess.run([*command, sys.executable, "-c", SAVED, tmp_path / "a"], cwd=ROOT, check=True, timeout=300)
+    token = files_of(tmp_path / "a")
+    lines = [line for line in (tmp_path / "calls").read_text().splitlines() if f"{token}/" in line]
+    made = [line for line in lines if "O_CREAT" in line]
+    synced = [line for line in lines if "fsync(" in line and os.path.isfile(line.partition("<")[2].partition(">")[0])]
+    files = [at for at in token.rglob("*") if at.is_file()]
+    assert len(made) - len(files) == sum("ENOENT" in line for line in made)  # of the first file in each directory
+    assert len(synced) == len(files) and not [line for line in lines if "rename" in line or "unlink" in line], lines
 
 
 def test_the_count_is_that_of_a_save(tmp_path):

@@ -77,13 +77,11 @@ class Files:
     def _leave(self, one: _Open) -> None:
         with self._lock:
             one.users -= 1
-            idle = [name for name, other in self._open.items() if not other.users] if self._is_full() else []
+            full = len(self._open) > _MOST_OPEN
+            idle = [name for name, other in self._open.items() if not other.users] if full else []
             old = [self._open.pop(name) for name in idle[: max(0, len(idle) - _MOST_OPEN)]]
         for other in old:
             other.stack.close()
-
-    def _is_full(self) -> bool:
-        return len(self._open) > _MOST_OPEN
 
     @contextmanager
     def _opened(

@@ -43,6 +43,6 @@ def counts(plans: Sequence[LeafPlan]) -> Counts:
     boxes = sum(writers * -(-size // PACKED_BYTES) for writers, size in packed.items())
     groups = {name.rsplit("/", i)[0] for name in arrays for i in range(1, name.count("/") + 1)}
     own, data = len(arrays) + pieces + boxes, shards + pieces + boxes
-    parts = 2 * (ranks - 1)  # which rank 0 reads and removes
+    parts = ranks - 1  # which rank 0 reads and removes
     operations = 2 * (data + own + len(groups) + _FEW) + 3 * parts
     return Counts(shards, data, data + own + len(groups) + _FEW, operations)

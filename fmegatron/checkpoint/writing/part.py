@@ -68,16 +68,14 @@ class Part:
             "arrays": [[a.name, a.shape, a.dtype] for a in self.arrays.values()],
             "pieces": [[path, p.array, p.offset, p.boxes] for path, some in self.pieces.items() for p in some],
         }
-        data = b"".join(self.digests[name].tobytes() for name in self.chunks)
-        storage.write(f"part.{self.rank}.digests", [data], durable=False)
-        storage.write(f"part.{self.rank}.json", [json.dumps(value).encode()], durable=False)
+        digests = (self.digests[name].tobytes() for name in self.chunks)
+        storage.write(f"part.{self.rank}", [json.dumps(value).encode(), b"\n", *digests], durable=False)
 
     @staticmethod
     def load(storage: Storage, rank: int) -> Part:
         """Take the part of a rank out of the files of the save, where it is removed."""
-        json_at, digests_at = f"part.{rank}.json", f"part.{rank}.digests"
-        value = json.loads(storage.read(json_at))
-        flat, at = np.frombuffer(storage.read(digests_at), "<u8"), 0
+        text, _, digests = storage.read(f"part.{rank}").partition(b"\n")
+        value, flat, at = json.loads(text), np.frombuffer(digests, "<u8"), 0
         part = Part(rank, value["plan"])
         for name, numbers, bands in value["chunks"]:
             part.chunks[name] = numbers
@@ -88,8 +86,7 @@ class Part:
         for path, array, offset, boxes in value["pieces"]:
             boxes = tuple(Box(tuple(start), tuple(shape), at, tuple(strides)) for start, shape, at, strides in boxes)
             part.pieces.setdefault(path, []).append(Piece(array, offset, boxes))
-        storage.remove(json_at)
-        storage.remove(digests_at)
+        storage.remove(f"part.{rank}")
         return part
 
 

@@ -41,9 +41,11 @@ _MOST_SMALL_CHUNKS = 64  # of a small leaf that has an array of its own
 _MOST_PART, _MOST_NAME = 128, 512  # characters of the name of a small leaf's array, and of a part of it
 _MOST_DIVISORS_TRIED = 4096
 _MOST_SLOTS = 1 << 16  # chunks of a file
-_LEAST_FILES = 8  # of what a rank holds: chunks that are copied before they are written are in memory, file by file
+_LEAST_FILES = 4  # of what a rank holds: so many are written at a time; to object stores out of memory
 _LEAST_BYTES = 16 << 20  # files are not made smaller than this for it
 _SPREAD = 4  # files of a replica, so that each writes about as much, of 8 MiB at least,
+_MANY_RANKS = 256  # where leaves whose paths differ in one word share arrays, too,
+_SOME_RANKS = 8  # and where they have so little on each of so many
 _SPREAD_RANKS = 1024  # unless ranks are so many that the number of files counts more
 
 
@@ -110,45 +112,79 @@ def in_files(
         unit_of: the `cut_unit` of a leaf, or its shape where one process writes all.
         most: bytes of a file, one chunk at least.
     """
-    grids, placed = [i for i, p in enumerate(plans) if p.home == "grid"], list(plans)
-    entries = [Entry(p.path, (p.layout, p.chunk) if p.layout.nbytes else None) for p in map(plans.__getitem__, grids)]
-    stacks = {grids[n]: found for n, found in stacked(entries).items()}
-    lines: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-    for i, p in enumerate(plans):
+    placed, lines = _with_stacks(plans), dict[tuple[int, tuple[str, ...]], list[int]]()
+    for i, p in enumerate(placed):
         if p.home != "packed" and p.layout.nbytes:
             lines.setdefault((p.layout.replicas, p.layout.replicated), []).append(i)
-    for (replicas, _), line in lines.items():
-        held = sum(_most_nbytes(plans[i].layout) for i in line)
-        limit = min(most, max(_LEAST_BYTES, held // _LEAST_FILES))
-        if replicas > 1 and plans[line[0]].layout.mesh.size <= _SPREAD_RANKS:
-            limit = min(limit, max(_LEAST_BYTES // 2, held // (_SPREAD * replicas)))
-        first: dict[str, int] = {}  # by stack, its first leaf
-        starts, sizes, total = {}, {}, 0
-        for i in line:
-            p = placed[i]
-            if i in stacks:
-                p = replace(p, stack=stacks[i])
-                if (lead := first.setdefault(stacks[i][0], i)) != i:
-                    placed[i], starts[i] = replace(p, shard=placed[lead].shard), starts[lead]
-                    continue
-            if p.home == "grid":
-                p = replace(p, shard=_shard(p, unit_of(p), limit))
-            starts[i], placed[i] = total, p
-            if replicas > 1 and p.home == "grid":
-                a = grid_array(p)
-                count = a.file_grid[0] if p.at else 1
-                count *= sum(math.prod(map(len, x)) for x in _file_ranges(p, p.layout.boxes(p.layout.fullest)))
-                sizes[i] = a.chunk_nbytes * math.prod(min(k, n) for k, n in zip(a.shard, a.grid, strict=bool(a.shard)))
-                total += count * sizes[i]
-            elif replicas > 1:
-                sizes[i] = _most_nbytes(p.layout)
-                total += sizes[i]
-        for i in line if replicas > 1 else ():
-            p, lead = placed[i], first.get(stacks[i][0]) if i in stacks else None
-            size = sizes[i if lead is None else lead]
-            turn = 0 if p.home == "grid" else _replica(starts[i], size, replicas, total)
-            placed[i] = replace(p, turn=turn, line=(starts[i], size, total))
+    for line in lines.values():
+        found = _with_shards([placed[i] for i in line], unit_of, most)
+        for i, p in zip(line, _with_turns(found), strict=True):
+            placed[i] = p
     return tuple(placed)
+
+
+def _with_stacks(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+    """Leaves that are alike share an array."""
+    grids = [i for i, p in enumerate(plans) if p.home == "grid"]
+    entries = [
+        Entry(p.path, (p.layout, p.chunk) if p.layout.nbytes else None, _joins(p.layout))
+        for p in map(plans.__getitem__, grids)
+    ]
+    found = list(plans)
+    for n, stack in stacked(entries).items():
+        found[grids[n]] = replace(plans[grids[n]], stack=stack)
+    return found
+
+
+def _with_shards(
+    plans: Sequence[LeafPlan], unit_of: Callable[[LeafPlan], tuple[int, ...]], most: int
+) -> list[LeafPlan]:
+    """Leaves of a line, with what is in a file of each."""
+    layout, held = plans[0].layout, sum(_most_nbytes(p.layout) for p in plans)
+    limit = min(most, max(_LEAST_BYTES, held // _LEAST_FILES))
+    if layout.replicas > 1 and layout.mesh.size <= _SPREAD_RANKS:
+        limit = min(limit, max(_LEAST_BYTES // 2, held // (_SPREAD * layout.replicas)))
+    shards, found = {}, []
+    for p in plans:
+        if p.home == "grid":
+            if (name := grid_array(p).name) not in shards:
+                shards[name] = _shard(p, unit_of(p), limit)
+            p = replace(p, shard=shards[name])
+        found.append(p)
+    return found
+
+
+def _with_turns(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
+    """Leaves of a line, with who writes them: replica after replica as much of it."""
+    replicas, total = plans[0].layout.replicas, 0
+    if replicas == 1:
+        return list(plans)
+    places: dict[str, tuple[int, int]] = {}  # by array, where its files begin, and the size of one
+    for p in plans:
+        if (name := grid_array(p).name) not in places:
+            count, size = _files(p) if p.home == "grid" else (1, _most_nbytes(p.layout))
+            places[name] = total, size
+            total += count * size
+    found = []
+    for p in plans:
+        start, size = places[grid_array(p).name]
+        turn = 0 if p.home == "grid" else _replica(start, size, replicas, total)
+        found.append(replace(p, turn=turn, line=(start, size, total)))
+    return found
+
+
+def _files(leaf: LeafPlan) -> tuple[int, int]:
+    """(number of the files of a leaf's array that a rank holds, bytes of one)."""
+    a = grid_array(leaf)
+    count = a.file_grid[0] if leaf.at else 1
+    count *= sum(math.prod(map(len, ranges)) for ranges in _file_ranges(leaf, leaf.layout.boxes(leaf.layout.fullest)))
+    return count, a.chunk_nbytes * math.prod(min(k, n) for k, n in zip(a.shard, a.grid, strict=bool(a.shard)))
+
+
+def _joins(layout: Layout) -> bool:
+    """Whether a leaf shares an array with one whose path differs in one word: each rank writes a little of it."""
+    ranks = layout.mesh.size
+    return ranks >= _MANY_RANKS or (ranks >= _SOME_RANKS and _most_nbytes(layout) <= SMALL_BYTES)
 
 
 def _replica(start: int, size: int, replicas: int, total: int) -> int:

@@ -1,25 +1,31 @@
 """Stacks: equal layouts whose paths differ in one number (layers/0/w, layers/1/w, ...) share one array.
 
-A model that keeps its layers apart would have a file of each rank for each of them.
+A model that keeps its layers apart would have a file of each rank for each of them. Where ranks are very many, paths
+that differ in one word (adam/m/w, adam/v/w) count, too: there each rank writes a little of every leaf.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from fmegatron.checkpoint.files.format import array_name
 
-LEAST_STACK = 4  # leaves; fewer stay at their own paths
+LEAST_STACK = 4  # leaves whose paths differ in a number; fewer stay at their own paths
 _NUMBER = re.compile(r"(?<![^/.])(?:0|[1-9][0-9]{0,8})(?![^/.])")  # a part of a path, or of a name with dots
+_WORD = re.compile(r"[^/]+")
 
 
 class Entry(NamedTuple):
-    """A leaf that has an array. kind: leaves of the same may be stacked; None: this one is not."""
+    """A leaf that has an array.
+
+    kind: leaves of the same may be stacked; None: this one is not.  words: also with one that differs in a word.
+    """
 
     path: str
     kind: Hashable | None
+    words: bool = False
 
 
 def stacked(leaves: Sequence[Entry]) -> dict[int, tuple[str, int, int]]:
@@ -27,19 +33,26 @@ def stacked(leaves: Sequence[Entry]) -> dict[int, tuple[str, int, int]]:
 
     Of several numbers that one counts which most leaves have in common: layers/0/experts/7/w is one of the experts.
     """
+    chosen = _alike([(i, p) for i, p in enumerate(leaves) if p.kind is not None], _NUMBER, int, LEAST_STACK)
+    inside = {i for members in chosen.values() for _, i in members}
+    rest = [(i, p) for i, p in enumerate(leaves) if p.kind is not None and p.words and i not in inside]
+    return _named(leaves, chosen | _alike(rest, _WORD, str, 2))
+
+
+def _alike(leaves: list[tuple[int, Entry]], part: re.Pattern, value: Callable[[str], Any], least: int) -> dict:
+    """(what the part is, number of the leaf) of each leaf, in order, by what their paths and kinds have in common."""
     sizes: dict[Hashable, int] = {}  # by pattern and kind
-    keys: dict[int, list[tuple[Hashable, int]]] = {}  # of each leaf, beside the number in its path
-    for i, p in enumerate(leaves):
-        if p.kind is not None and (found := list(_NUMBER.finditer(p.path))):
-            keys[i] = [((p.path[: m.start()], p.path[m.end() :], p.kind), int(m[0])) for m in found]
-            for key, _ in keys[i]:
-                sizes[key] = sizes.get(key, 0) + 1
-    groups: dict[Hashable, list[tuple[int, int]]] = {}
+    keys: dict[int, list[tuple[Hashable, Any]]] = {}  # of each leaf, beside the part of its path
+    for i, p in leaves:
+        keys[i] = [((p.path[: m.start()], p.path[m.end() :], p.kind), value(m[0])) for m in part.finditer(p.path)]
+        for key, _ in keys[i]:
+            sizes[key] = sizes.get(key, 0) + 1
+    groups: dict[Hashable, list[tuple[Any, int]]] = {}
     for i, several in keys.items():
-        key, number = max(several, key=lambda one: sizes[one[0]])
-        groups.setdefault(key, []).append((number, i))
-    chosen = {key: sorted(members) for key, members in groups.items() if len(members) >= LEAST_STACK}
-    return _named(leaves, chosen)
+        if several:
+            key, number = max(several, key=lambda one: sizes[one[0]])
+            groups.setdefault(key, []).append((number, i))
+    return {key: sorted(members) for key, members in groups.items() if len(members) >= least}
 
 
 def _named(leaves: Sequence[Entry], chosen: dict) -> dict[int, tuple[str, int, int]]:

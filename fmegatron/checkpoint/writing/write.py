@@ -39,7 +39,7 @@ from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
 PACKED_BYTES = 8 << 20  # most of an array of packed leaves
-_AHEAD_BYTES = 256 << 20  # of files in memory at a time, one at least, where a store takes them whole
+_AHEAD_BYTES = 128 << 20  # of files in memory at a time, two at least, where a store takes them whole
 
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
@@ -126,7 +126,7 @@ def _until(stop: threading.Event, blocks: Iterable[np.ndarray]) -> Iterator[np.n
 def _run(storage: Storage, jobs: Sequence[_Job]) -> None:
     """Write the files; on return all is written, or, after an error, nothing is any more."""
     largest = max((job.table.shape[0] * job.array.chunk_nbytes for job in jobs), default=1)
-    threads = storage.writers if storage.streams else min(storage.writers, max(1, _AHEAD_BYTES // largest))
+    threads = storage.writers if storage.streams else min(storage.writers, max(2, _AHEAD_BYTES // largest))
     stop = threading.Event()
 
     def work(job: _Job) -> None:
