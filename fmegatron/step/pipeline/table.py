@@ -178,7 +178,8 @@ def checked(table: Table) -> Table:
     found = problems(table)
     if found:
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
-        raise ValueError(f"{table.name}: {{}}".format("; ".join(found[:5]) + more))
+        text = "; ".join(found[:5]) + more
+        raise ValueError(f"{table.name}: {text}")
     return table
 
 
@@ -204,17 +205,20 @@ def _shape(table: Table) -> Iterator[str]:
         )
         return
     for stage, rank in enumerate(table.place):
-        if not 0 <= rank < table.ranks:
+        if rank not in range(table.ranks):
             yield f"got stage {stage} on rank {rank}, wanted a rank of 0 to {table.ranks - 1}; mend `place`"
     for rank in range(table.ranks):
         if rank not in table.place:
             yield f"got rank {rank} without a stage, wanted one or more on every rank; mend `place` or take fewer ranks"
     for rank, action in _all(table):
+        if not isinstance(action, Action):
+            yield f"rank {rank}: got {action!r}, wanted an Action; write Action('F', 0, 0)"
+            continue
         if action.kind not in KINDS:
             yield f"rank {rank}: got {action} of kind {action.kind!r}, wanted one of {', '.join(KINDS)}; rename it"
-        if not 0 <= action.stage < table.stages:
+        if action.stage not in range(table.stages):
             yield f"rank {rank}: got {action} of stage {action.stage}, wanted 0 to {table.stages - 1}; mend the stage"
-        if not 0 <= action.microbatch < table.microbatches:
+        if action.microbatch not in range(table.microbatches):
             yield (
                 f"rank {rank}: got {action} of microbatch {action.microbatch}, wanted 0 to {table.microbatches - 1}; "
                 "mend the microbatch"

@@ -28,6 +28,8 @@ WRONG = {
     "idle rank": (Table((*ONE.rows, ()), (0,), 1), "got rank 1 without a stage, wanted one or more on every rank"),
     "kind": (Table(read("F0.0 X0.0"), (0,), 1), "rank 0: got X0.0 of kind 'X', wanted one of F, B, W, BW, G, R"),
     "stage": (Table(read("F0.0 BW1.0"), (0,), 1), "rank 0: got BW1.0 of stage 1, wanted 0 to 0; mend the stage"),
+    "no action": (Table((("F0.0",),), (0,), 1), "rank 0: got 'F0.0', wanted an Action; write Action('F', 0, 0)"),
+    "text": (Table(((Action("F", "0", 0),),), (0,), 1), "rank 0: got F0.0 of stage 0, wanted 0 to 0; mend the stage"),
     "microbatch": (Table(read("F0.1 BW0.0"), (0,), 1), "rank 0: got F0.1 of microbatch 1, wanted 0 to 0"),
     "moved": (dataclasses.replace(VEE, place=(0, 1, 0, 1)), "got F3.0 on rank 0, wanted it with its stage on rank 1"),
     "twice": (Table(read("F0.0 F0.0 BW0.0"), (0,), 1), "got F0.0 2 times, on rank 0 and 0, wanted it once"),
