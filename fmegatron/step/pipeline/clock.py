@@ -47,7 +47,7 @@ class Costs:
         """A cost of one stage: at("BW", 3)."""
         if name == "BW" and self.BW is None:
             return self.at("B", stage) + self.at("W", stage)
-        given = dict(self._given())[name]
+        given = getattr(self, name)
         return given[stage] if isinstance(given, tuple) else given
 
     def of(self, action: Action) -> float:

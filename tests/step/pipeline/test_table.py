@@ -82,7 +82,7 @@ def test_what_is_wrong(case):
         Table(read("F0.0 F0.1 BW0.0 R0.0 BW0.1 R0.1"), (0,), 2),
         dataclasses.replace(schedules.one_f_one_b(2, 3), pairs=((), (1, 3))),
     ],
-    ids=str,
+    ids=lambda table: table.name,
 )
 def test_right_ones(table):
     assert problems(table) == () and checked(table) is table
@@ -126,7 +126,19 @@ def rendezvous(found) -> int:
             return ran
 
 
-@pytest.mark.parametrize("table", [TWO, VEE, schedules.gpipe(3, 4), schedules.one_f_one_b(4, 6)], ids=str)
+SEVERAL = [
+    TWO,
+    VEE,
+    schedules.gpipe(3, 4),
+    schedules.one_f_one_b(4, 6),
+    schedules.interleaved(2, 4, 3),
+    schedules.zb_h1(3, 2),
+    schedules.zb_v(3, 4),
+    schedules.dualpipe_v(3, 6),
+]
+
+
+@pytest.mark.parametrize("table", SEVERAL, ids=lambda table: table.name)
 def test_programs_end_where_sends_wait(table):
     found = programs(table)
     assert rendezvous(found) == sum(map(len, found))
