@@ -165,8 +165,7 @@ def test_the_same_numbers_compiled(backend):
     assert_same(*(run[:2] for run in runs))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("donate", [0, None])
+@pytest.mark.parametrize("donate", [0, pytest.param(None, marks=pytest.mark.slow)])
 def test_leaves_stay_where_they_are_if_donated(donate):
     run, specs = made(optim.adamw(1e-2), "host")
     run, state = jit(run, donate=donate, backend="eager", host_bytes=700), tree.init(specs, 0, 0)
@@ -196,7 +195,6 @@ SWAPS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SWAPS)
 @pytest.mark.parametrize("donate", [0, None])
 @pytest.mark.parametrize(
@@ -261,7 +259,6 @@ def test_the_host_updates(monkeypatch):
         assert travels == {torch.bfloat16} and sum(at.stored) == 1 and len(at.outs) == 4
 
 
-@pytest.mark.long
 def test_who_updates_what_is_in_both(monkeypatch):
     """The host what is all its own; the device a leaf of which a moment is to be fetched."""
     state, run, computed = updated(monkeypatch, [("adam/m", "host-update"), (".*", "host")], optim.adamw(1e-2))
@@ -273,7 +270,6 @@ def test_who_updates_what_is_in_both(monkeypatch):
     assert_same(on_device(1), state)
 
 
-@pytest.mark.slow
 def test_what_is_not_element_by_element_is_updated_on_the_device(monkeypatch):
     state, *_ = updated(monkeypatch, "host-update", optim.muon(1e-2))
     assert_same(trained(optim.muon(1e-2), "device", count=1)[0], state)
@@ -356,8 +352,7 @@ def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
     assert rounds[-1] == ["arrived", "left", "store"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("memory", ["host", "host-update"])
+@pytest.mark.parametrize("memory", [pytest.param("host", marks=pytest.mark.slow), "host-update"])
 @pytest.mark.parametrize("mistake", ["arrived", "left"])
 def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake, memory):
     """The fakes catch what they are there for: a piece that is computed with before it arrived, memory of a value that
