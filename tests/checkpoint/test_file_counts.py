@@ -74,9 +74,10 @@ checkpoint.save(sys.argv[1], state, layouts)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_a_file_is_one_create_and_one_fsync(tmp_path):
     """As the system sees it; names are synced once a directory, and nothing in the token's folder is renamed."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
     names = "openat,open,creat,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat"
     command = ["strace", "-f", "-y", "-e", f"trace={names}", "-o", tmp_path / "calls"]
     subprocess.run([*command, sys.executable, "-c", SAVED, tmp_path / "a"], cwd=ROOT, check=True, timeout=300)

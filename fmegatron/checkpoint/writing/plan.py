@@ -81,9 +81,13 @@ class LeafPlan:
 def grid_array(leaf: LeafPlan) -> Array:
     """The array in global shape of a leaf that has one, or is in one with others."""
     layout, band, lead = leaf.layout, band_shape(leaf.chunk, leaf.layout.dtype.itemsize), len(leaf.at) * (1,)
-    name, n = (array_name(leaf.path), ()) if leaf.stack is None else (leaf.stack[0], leaf.stack[2:])
-    dtype, chunk = dtype_text(layout.dtype), (*lead, *leaf.chunk)
-    return Array(name, (*n, *layout.shape), dtype, chunk, (*lead, *band), shard=leaf.shard)
+    n, dtype, chunk = (leaf.stack or ())[2:], dtype_text(layout.dtype), (*lead, *leaf.chunk)
+    return Array(_name(leaf), (*n, *layout.shape), dtype, chunk, (*lead, *band), shard=leaf.shard)
+
+
+def _name(leaf: LeafPlan) -> str:
+    """Of the array that a leaf has, or is in."""
+    return array_name(leaf.path) if leaf.stack is None else leaf.stack[0]
 
 
 def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
@@ -124,7 +128,7 @@ def in_files(
 
 
 def _with_stacks(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
-    """Leaves that are alike share an array."""
+    """Equal leaves whose paths differ in one part share an array."""
     grids = [i for i, p in enumerate(plans) if p.home == "grid"]
     entries = [
         Entry(p.path, (p.layout, p.chunk) if p.layout.nbytes else None, _joins(p.layout))
@@ -147,7 +151,7 @@ def _with_shards(
     shards, found = {}, []
     for p in plans:
         if p.home == "grid":
-            if (name := grid_array(p).name) not in shards:
+            if (name := _name(p)) not in shards:
                 shards[name] = _shard(p, unit_of(p), limit)
             p = replace(p, shard=shards[name])
         found.append(p)
@@ -161,13 +165,13 @@ def _with_turns(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
         return list(plans)
     places: dict[str, tuple[int, int]] = {}  # by array, where its files begin, and the size of one
     for p in plans:
-        if (name := grid_array(p).name) not in places:
+        if (name := _name(p)) not in places:
             count, size = _files(p) if p.home == "grid" else (1, _most_nbytes(p.layout))
             places[name] = total, size
             total += count * size
     found = []
     for p in plans:
-        start, size = places[grid_array(p).name]
+        start, size = places[_name(p)]
         turn = 0 if p.home == "grid" else _replica(start, size, replicas, total)
         found.append(replace(p, turn=turn, line=(start, size, total)))
     return found

@@ -39,7 +39,7 @@ from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
 PACKED_BYTES = 8 << 20  # most of an array of packed leaves
-_AHEAD_BYTES = 128 << 20  # of files in memory at a time, two at least, where a store takes them whole
+_AHEAD_BYTES = 128 << 20  # of files in memory at a time, two at least, where a store cannot take them in pieces
 
 
 Chunks = Sequence[tuple[tuple[int, ...], Box]]  # (index in the grid, where it is in a tensor), as `chunks_to_write`
@@ -192,7 +192,7 @@ def _bands(chunk: np.ndarray, array: Array, digests: np.ndarray, buffer: np.ndar
 
 
 def _pieces(part: Part, leaf: LeafPlan, x: torch.Tensor) -> Iterator[_Job]:
-    """Files of a rank's local storage of a leaf, of one chunk each; `part` is told where it is."""
+    """Files of a rank's local storage of a leaf, of one chunk each; `part` notes where it is."""
     boxes, n, found = leaf.layout.boxes(part.rank), x.numel(), part.pieces.setdefault(leaf.path, [])
     kept = boxes
     if leaf.layout.padded or x.nbytes > MOST_CHUNK_BYTES:
@@ -215,7 +215,7 @@ def _elements(x: torch.Tensor, boxes: Sequence[Box] | None, start: int, stop: in
 
 
 def _packed(part: Part, leaves: Sequence[tuple[LeafPlan, torch.Tensor]]) -> Iterator[_Job]:
-    """Files of packed leaves, one after another; `part` is told where they are."""
+    """Files of packed leaves, one after another; `part` notes where they are."""
     todo: list[Callable[[], Iterator[np.ndarray]]] = []
     size = number = 0
 
