@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,8 @@ from fmegatron.model.families.family import Family
 from fmegatron.tree import structure
 
 _Views = dict[str, views_of.View]
+_HEAD = "lm_head.weight"
+_COMPARED_BYTES, _SAMPLES = 1 << 20, 16  # of two arrays at a time; parts of them that each rank compares
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
 _LONGEST, _COMPARED, _ALIKE = 300, 64, 0.75  # characters of a name, names that are compared, least ratio of a hint
 
@@ -85,7 +88,7 @@ def _written(decoder: Decoder, family: Family) -> list[token_pieces.Piece]:
 def _from_names(views: _Views, wanted: Sequence[token_pieces.Piece], unused: Sequence[str], tied: bool) -> _Views:
     out: _Views = {}
     names = {one.stored for one in wanted}
-    ignored = [*unused, *([r"lm_head\.weight"] if tied else [])]
+    ignored = [*unused, *([re.escape(_HEAD)] if tied else [])]
     left = {name: view for name, view in views.items() if name not in names}
     left = {name: view for name, view in left.items() if not any(re.fullmatch(p, name) for p in ignored)}
     tree_of: dict[str, dict[int | None, dict[int | None, list[views_of.View]]]] = {}
@@ -207,11 +210,16 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
 
     Raises ValueError, naming the key, for a configuration that is not understood; CheckpointError where there is none.
     Warns where the configuration has multi-token prediction whose weights the folder lacks (transformers writes none):
-    then the model has none either.
+    then the model has none either; and where it ties the head to the embedding, and another head is stored: then the
+    model has that one, as transformers'.
     """
     config = config_of(folder)
     family = family or registry.family_of(config)
     found = family.decoder(config, **changes)
+    if found.tied and "tied" not in changes and _has_other_head(folder, found, family):
+        text = f"{os.fspath(folder)}: got tie_word_embeddings, and another {_HEAD} than the embedding"
+        warnings.warn(f"{text}: the stored one is the head, as transformers has it (tied=True ties it)", stacklevel=2)
+        found = replace(found, tied=False)
     if found.mtp is None:
         return found
     stored = {one.stored for one in token_pieces.pieces(found, family) if one.path.startswith("mtp/")}
@@ -224,6 +232,34 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
             )
             return replace(found, mtp=None)
     return found
+
+
+def _has_other_head(folder: str | os.PathLike, decoder: Decoder, family: Family, parts: int | None = None) -> bool:
+    """Whether a folder stores a head with other numbers than its embedding.
+
+    parts: how many of these many parts are compared, from the first to the last; None: all.
+    """
+    if not any(disk.is_there(os.path.join(folder, name)) for name in ("model.safetensors", INDEX)):
+        return False
+    places = headers(folder).places
+    name = next(one.stored for one in token_pieces.pieces(decoder, family) if one.path == "embed/table")
+    head, table = places.get(_HEAD), places.get(name)
+    if head is None or table is None:
+        return False
+    if (head.dtype, head.shape) != (table.dtype, table.shape):
+        return True
+    size = math.prod(head.shape) * head.dtype.itemsize
+    starts = list(range(0, size, _COMPARED_BYTES))
+    if parts is not None and parts < len(starts):
+        starts = [starts[i * (len(starts) - 1) // (parts - 1)] for i in range(parts)]
+    with open(head.file, "rb") as one, open(table.file, "rb") as other:
+        for start in starts:
+            one.seek(head.start + start)
+            other.seek(table.start + start)
+            count = min(_COMPARED_BYTES, size - start)
+            if one.read(count) != other.read(count):
+                return True
+    return False
 
 
 def load(
@@ -254,6 +290,11 @@ def load(
         ValueError: names, shapes or dtypes that do not fit, and quantized weights, each named.
     """
     family = family or registry.family_of(config_of(folder))
+    if decoder.tied and _has_other_head(folder, decoder, family, _SAMPLES):
+        raise ValueError(
+            f"{os.fspath(folder)}: got a tied decoder, and a stored {_HEAD} that is not the embedding, wanted that "
+            "head or none: it would be left out; open the decoder with hf.decoder(folder), or take the tensor out"
+        )
     rule, found = from_names(decoder, family, folder), source(folder)
     options = {"world": world, "rank": rank, "read": read, "device": device}
     if isinstance(found, Foreign):  # looked at when it is opened, which is an error of all ranks
@@ -305,7 +346,8 @@ def save(
         decoder: the model.
         layouts: of its parameters.
         world: the ranks that hold them; None: one process.
-        like: the folder that the model came from; its files besides the weights are copied.
+        like: the folder that the model came from; of its files are copied those that describe the model, its tokenizer
+            and its licence (`safetensors_export.copy_others`).
         family: one of your own; None: that of `model_type`.
         shard: most bytes of elements in a file, unless it is one tensor.
 
@@ -358,7 +400,8 @@ def export(
     Args:
         checkpoint: any that a restore takes.
         folder: new.
-        like: the folder that the model came from; its configuration states the model, its other files are copied.
+        like: the folder that the model came from; its configuration states the model, and it is copied with the
+            tokenizer and the licence.
         prefix: where the parameters are in it; None: at "params" where there is such a subtree, else at the top.
         cast: floating tensors to this dtype.
         family: one of your own; None: that of `model_type`.

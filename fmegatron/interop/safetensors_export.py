@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +23,20 @@ from fmegatron.files import disk, whole
 from fmegatron.interop.safetensors_files import DTYPES, ENDING, FILE_BYTES, Entry, grouped, write
 
 _PORTION_BYTES = 64 << 20
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth")  # endings, not copied
+# Files of Hugging Face that stay true with other weights: the model, its tokenizer, its licence, code of its own.
+_COPIED = frozenset(
+    """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+    vocab.json vocab.txt merges.txt tokenizer.model spiece.model sentencepiece.bpe.model tekken.json chat_template.jinja
+    chat_template.json preprocessor_config.json processor_config.json
+    video_preprocessor_config.json README.md""".split()
+)
+_COPIED_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*.py", "*.tiktoken", "*.pattern", "*.jinja")
+# Endings of weights, whatever writes them: not copied, and not worth a word.
+_WEIGHTS = (
+    ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt", ".h5", ".msgpack",
+    ".msgpack.index.json", ".h5.index.json", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot", ".npz", ".npy", ".tflite",
+    ".mlmodel", ".engine", ".nemo", ".pkl",
+)  # fmt: skip
 _OTHERS = (".npz", ".pt", ".pth", ".bin")  # names of files that are no safetensors
 
 
@@ -110,14 +125,23 @@ def export_safetensors(
 
 
 def copy_others(like: str | os.PathLike, folder: str, dtypes: Collection[torch.dtype] = ()) -> None:
-    """Copy the files of a folder of Hugging Face besides its weights. Raises OSError.
+    """Copy the files of a folder of Hugging Face that stay true with other weights. Raises OSError.
 
+    Weights of every format stay where they are, and so does what is not known here, with a warning that names it.
     dtypes: of the weights that are written: where the floating ones are one, config.json states it, as transformers
     loads weights in the dtype that it finds there.
     """
+    left = []
     for name in disk.names_in(os.fspath(like)):
-        if disk.is_file(at := os.path.join(like, name)) and not name.endswith(_WEIGHTS):
+        if not disk.is_file(at := os.path.join(like, name)):
+            continue
+        if name in _COPIED or any(fnmatch.fnmatchcase(name, pattern) for pattern in _COPIED_PATTERNS):
             shutil.copy(at, os.path.join(folder, name))
+        elif not name.endswith(_WEIGHTS) and not name.startswith("."):
+            left.append(name)
+    if left:
+        text = f"{os.fspath(like)}: not copied, as it may be of the old weights: {', '.join(left[:20])}"
+        warnings.warn(f"{text}{' and more' * (len(left) > 20)}; copy by hand what is not", stacklevel=3)
     floating = {_text(dtype) for dtype in dtypes if dtype.is_floating_point}
     if len(floating) == 1 and disk.is_file(path := os.path.join(folder, "config.json")):
         _state_dtype(path, floating.pop())
