@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -137,18 +138,42 @@ class Mapped(StepBatches):
 
 
 def _named(function: Any) -> str:
-    """A function's text, the same in every process. ValueError where there is none."""
+    """A function's text, the same in every process: its name, and what it closes over. ValueError where there is none,
+    and for a lambda, whose name does not tell it from another."""
     if isinstance(function, functools.partial):
-        given = [repr(x) for x in function.args] + [f"{k}={x!r}" for k, x in sorted(function.keywords.items())]
+        given = [_text(x) for x in function.args] + [f"{k}={_text(x)}" for k, x in sorted(function.keywords.items())]
         named = f"partial({', '.join([_named(function.func), *given])})"
+    elif isinstance(function, types.MethodType):
+        named = f"{_text(function.__self__)}.{function.__func__.__qualname__}"
+    elif isinstance(function, types.FunctionType):
+        if function.__name__ == "<lambda>":
+            raise ValueError(
+                "Mapped: function: got a lambda, which another one cannot be told from, wanted one that a resume can "
+                "compare; give a function with a name (def), or a dataclass with __call__"
+            )
+        default = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        held = [cell.cell_contents for cell in function.__closure__ or ()]
+        values = dict(zip(function.__code__.co_freevars, map(_text, held), strict=True))
+        values |= {"defaults": str([_text(x) for x in default])} if default else {}
+        named = function.__qualname__ + (f" with {values}" if values else "")
     else:
-        named = getattr(function, "__qualname__", None) or repr(function)
+        named = _text(function)
     if " at 0x" in named:
         raise ValueError(
             f"Mapped: function: got {named:.80}, whose text is another in every process, wanted one that a resume can "
             "compare; give it a __repr__ (a dataclass has one)"
         )
     return named
+
+
+def _text(x: Any) -> str:
+    """What tells a value that a function uses from another one."""
+    if isinstance(x, np.ndarray | torch.Tensor):
+        elements = x if isinstance(x, np.ndarray) else x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return f"{type(x).__name__} {x.dtype}{list(x.shape)} {digest_of(elements)}"
+    if isinstance(x, types.FunctionType | functools.partial | types.MethodType):
+        return _named(x)
+    return getattr(x, "__qualname__", None) or repr(x)
 
 
 class Stream(Source):

@@ -111,7 +111,7 @@ class Mamba(Mixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """`Mixer.read`: the cache is a state of fixed size, that of `_scanned`."""
         if cache is not None and u_BSD.shape[1] == 1:
-            return self._advance(u_BSD, w, cache, at.axes)
+            return self._advance(u_BSD, w, cache, at)
         return self._scanned(u_BSD, w, at, cache)
 
     @property
@@ -195,19 +195,27 @@ class Mamba(Mixer):
         y_BSHP, _ = nn.ssd(x, dt, ops.declare(a_H, cp, backward="partial"), b, c, **how)
         return self._finish(ops.declare(y_BSHP, cp, ("sharded", 1), "own"), x_BSHP, given.gate, w, axes, split)
 
-    def _advance(self, u_B1D: Tensor, w: structure.Tree, state: dict, axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
-        """One token more: (y[B, 1, D], the state behind it)."""
+    def _advance(
+        self, u_B1D: Tensor, w: structure.Tree, state: dict, at: TokenContext
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One token more: (y[B, 1, D], the state behind it). Of another document than the one before it begins anew, as
+        the first token of a text does behind padding."""
+        axes, document_B, conv_BWX, scan_BHPN = at.axes, state["document"], state["conv"], state["scan"]
+        if at.documents is not None:
+            same_B, document_B = at.documents[:, 0] == document_B, at.documents[:, 0].expand_as(document_B)
+            conv_BWX = torch.where(same_B[:, None, None], conv_BWX, 0.0)
+            scan_BHPN = torch.where(same_B[:, None, None, None], scan_BHPN, 0.0)
         given = self._project(u_B1D, w, axes, False)
-        seen_BWX = torch.cat((state["conv"], torch.cat((given.x, given.groups), -1)), 1)
+        seen_BWX = torch.cat((conv_BWX, torch.cat((given.x, given.groups), -1)), 1)
         conv_WX = torch.cat((nn.dense(w["conv"]), nn.dense(w["conv_groups"])), -1)
         bias_X = torch.cat((w["bias_conv"], w["bias_conv_groups"])) if self.conv_bias else None
         now_B1X = F.silu(state_space.causal_conv(seen_BWX[:, -1:], conv_WX, bias_X, before_BWC=seen_BWX[:, :-1]))
         x_B1HP, b_B1GN, c_B1GN = self._heads(*now_B1X.split((given.x.shape[-1], given.groups.shape[-1]), -1))
         dt_B1H, a_H = self._steps(given.dt, w)
         one = (x_B1HP[:, 0], dt_B1H[:, 0], a_H, b_B1GN[:, 0], c_B1GN[:, 0])
-        y_BHP, scan_BHPN = state_space.ssd_step(*one, state["scan"])
+        y_BHP, scan_BHPN = state_space.ssd_step(*one, scan_BHPN)
         y_B1D = self._finish(y_BHP[:, None], x_B1HP, given.gate, w, axes, False)
-        return y_B1D, {"conv": seen_BWX[:, 1:], "scan": scan_BHPN, "document": state["document"]}
+        return y_B1D, {"conv": seen_BWX[:, 1:], "scan": scan_BHPN, "document": document_B}
 
     def _project(self, u_BSD: Tensor, w: structure.Tree, axes: Axes, split: bool) -> _Projected:
         tp, u = axes["tp"], u_BSD

@@ -1,6 +1,7 @@
 """Other people's data: sources and iterators as batches, fill-in-the-middle, descriptions."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -254,3 +255,57 @@ def test_a_resume_on_other_data_names_what_differs(tmp_path):
 def test_errors_for_people(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# ---- what a mapped function is described by
+def shifted(k, also=None):
+    def shift(row, number):
+        return {name: x + k for name, x in row.items()} if also is None else also(row, number)
+
+    return shift
+
+
+class Shift:
+    def __init__(self, k):
+        self.k = k
+
+    def __repr__(self):
+        return f"Shift({self.k})"
+
+    def apply(self, row, number):
+        return {name: x + self.k for name, x in row.items()}
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (shifted(1), shifted(2)),
+        (shifted(np.arange(3)), shifted(np.arange(1, 4))),
+        (shifted(torch.ones(2)), shifted(torch.ones(2, dtype=torch.bfloat16))),
+        (shifted(1, shifted(1)), shifted(1, shifted(2))),
+        (functools.partial(shifted, k=np.arange(3)), functools.partial(shifted, k=np.arange(4))),
+        (Shift(1).apply, Shift(2).apply),
+    ],
+)
+def test_functions_that_close_over_other_values_are_told_apart(pair):
+    """Else a resume with other rows would see no change."""
+    batches = Batches(COUNTING % 97, 4, 24, seed=1)
+    first, second = (Mapped(batches, function).describe()["function"] for function in pair)
+    assert first != second and first == Mapped(batches, pair[0]).describe()["function"]
+
+
+def test_functions_without_a_text_are_refused():
+    batches = Batches(COUNTING % 97, 4, 24, seed=1)
+    for function, words in (
+        (lambda row, number: row, "got a lambda, which another one cannot be told from"),
+        (shifted(object()), "whose text is another in every process"),
+        (shifted(lambda: 1), "got a lambda"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Mapped(batches, function).describe()
+
+    def plain(row, number):
+        return row
+
+    named = Mapped(batches, plain).describe()["function"]
+    assert named == plain.__qualname__  # as before: a run that was begun goes on

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from fmegatron import model
+from fmegatron import model, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import Mesh
 from fmegatron.model.array_specs import init
@@ -13,6 +13,7 @@ from fmegatron.model.counts import parameters
 from fmegatron.model.families.bamba import bamba
 from fmegatron.model.forward import hidden
 from fmegatron.model.rope import Rope
+from fmegatron.model.sample import extend, new_cache
 from fmegatron.nn.state_space import from_before
 from tests.model.families.test_families_sharded import assert_proven
 from tests.model.test_reference import make_batch
@@ -82,6 +83,28 @@ def test_generation_equals_the_growing_prompt():
     for writer in writers:  # together, the shorter behind padding
         got = model.generate(writer, [prompt[0] for prompt in prompts], 6, temperature=0)
         assert torch.equal(got, torch.stack(texts))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_a_row_has_the_text_that_it_has_alone(chunk):
+    """Whatever is before it: with chunk=1 the padding of a shorter row is read token by token, too."""
+    of, mesh = hybrid(4), Mesh()
+    g = torch.Generator().manual_seed(0)
+    params = tree.map(lambda x: x + 0.3 * torch.randn(x.shape, generator=g, dtype=x.dtype), init(of, mesh, 3))
+    writer = model.inference(params, of, Axes(mesh), chunk=chunk)
+    prompts = [[5], [7, 8, 9, 4, 11, 30, 2, 6, 40], [3, 17]]
+    together = model.generate(writer, prompts, 6, temperature=0)
+    alone = torch.cat([model.generate(writer, [prompt], 6, temperature=0) for prompt in prompts])
+    assert torch.equal(together, alone)
+    cache = new_cache(writer, 2, 16)  # and a document that begins in the middle, token by token
+    padding, ids = torch.tensor([3, 0]), torch.tensor([[1, 2, 3, 9, 8], [1, 2, 3, 9, 8]])
+    for slot in range(5):
+        cache, logits = extend(
+            cache, writer.weights, ids[:, slot : slot + 1], torch.tensor(slot), padding, of, Axes(mesh)
+        )
+    for row, first in ((0, 3), (1, 0)):
+        want = model.logits(params, ids[row : row + 1, first:], of, Axes(mesh))[0, -1, :90]
+        torch.testing.assert_close(logits[row, :90], want, rtol=1e-9, atol=1e-9)
 
 
 # ---- a split sequence ------------------------------------------------------------------------------------------------

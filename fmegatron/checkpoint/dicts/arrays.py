@@ -21,6 +21,7 @@ def as_tensor(x: Any, path: str) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         _check_plain(x, path)
         return x.detach()
+    _check_array(x, path)
     value = np.asarray(x)
     dtype = layout_of(value, path).dtype
     value = value.astype(value.dtype.newbyteorder("="), copy=False)
@@ -42,6 +43,7 @@ def layout_of(x: Any, path: str) -> Layout:
     if isinstance(x, torch.Tensor):
         _check_plain(x, path, meta=True)
         return Layout(tuple(x.shape), x.dtype, Mesh())
+    _check_array(x, path)
     try:
         dtype = dtype_of(x.dtype.name)
         if np.dtype(x.dtype.name).itemsize != dtype.itemsize:
@@ -52,6 +54,15 @@ def layout_of(x: Any, path: str) -> Layout:
             " pass x.tolist(), or x.astype(...) of a number type"
         ) from None
     return Layout(tuple(x.shape), dtype, Mesh())
+
+
+def _check_array(x: Any, path: str) -> None:
+    """ValueError for a subclass of numpy's arrays: it has more than its elements (a mask, units). np.memmap has not."""
+    if isinstance(x, np.ndarray) and type(x) not in (np.ndarray, np.memmap):
+        kind, fix = type(x).__qualname__, "pass np.asarray(x), if its elements are all"
+        if isinstance(x, np.ma.MaskedArray):
+            fix = "pass x.data and x.mask as two arrays, or x.filled(...)"
+        raise ValueError(f"{path}: got a {kind}, a subclass of numpy's arrays, wanted a plain array; {fix}")
 
 
 def _check_plain(x: torch.Tensor, path: str, meta: bool = False) -> None:
