@@ -1,5 +1,6 @@
 """Launching on clusters: the templates are what the programs take, and ranks of two torchrun agents are one job."""
 
+import dataclasses
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ from tests.house import ROOT
 
 CLUSTER = ROOT / "experiments" / "cluster"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
+TORCHRUN_FLAGS = ("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts")
 PROGRAM = """
 import os, socket
 import torch
@@ -73,6 +75,13 @@ def test_the_manifest_is_one_of_kubernetes():
     assert int(port) == ranks["ports"][0]["containerPort"]
     mesh = [int(part.partition("=")[2]) for part in flags["mesh"].split(",")]
     assert mesh[0] * mesh[1] == int(flags["nnodes"]) * int(flags["nproc-per-node"])
+    timeout = {one["name"]: int(one["value"]) for one in ranks["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert 300 <= timeout < pod["terminationGracePeriodSeconds"]  # torchrun's own is 30
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
+    assert pod["restartPolicy"] == "Never"  # else the policy is refused
+    (doctor,) = pod["initContainers"]
+    assert doctor["command"][-2:] == ["-m", "fmegatron.doctor"] and doctor["resources"] == ranks["resources"]
     mounts = {mount["name"] for mount in ranks["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]} and flags["run.folder"].startswith("/runs")
     assert (ROOT / next(arg for arg in ranks["args"] if arg.endswith(".py"))).exists()
@@ -82,23 +91,86 @@ def directives(path):
     return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", path.read_text(), re.M))
 
 
-def test_the_batch_scripts_are_shell_and_agree_with_themselves(tmp_path):
-    scripts = sorted(CLUSTER.glob("*.sbatch"))
-    assert len(scripts) == 2
-    for script in scripts:
-        assert subprocess.run(["bash", "-n", script]).returncode == 0
-        found = directives(script)
-        assert found["signal"] == "TERM@600" and "requeue" in found
-    assert directives(scripts[0])["ntasks-per-node"] == directives(scripts[0])["gpus-per-node"]
-    # Run with stand-ins for Slurm's commands: what is started is what a shell makes of the script.
-    for name, text in (("srun", 'echo "$@"'), ("scontrol", "echo node07; echo node08")):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+SRUN = """#!/bin/bash
+echo "srun $*"
+while [[ $1 == --* ]]; do shift; done
+case "$*" in
+  *doctor*) exit "${DOCTOR:-0}" ;;
+  *) kill -USR1 $PPID; for _ in {1..100}; do [ -e "$SLURM_SUBMIT_DIR/.stop-12345" ] && break; sleep 0.1; done
+     [ -e "$SLURM_SUBMIT_DIR/.stop-12345" ] && echo stopped ;;
+esac
+exit "${RUN:-0}"
+"""
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Runs a script with stand-ins for Slurm's commands: (status, lines), of what a shell makes of it."""
+    for name, text in (
+        ("srun", SRUN),
+        ("scontrol", '#!/bin/bash\n[ $1 = show ] && echo node07 || echo "scontrol $*"\n'),
+    ):
+        (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "node[07-08]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "12345"}
-    env = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    said = [
-        subprocess.run(["bash", script, "x.py", "--a=b c"], env=env, capture_output=True, text=True, check=True).stdout
-        for script in scripts
-    ]
-    assert said[0] == "--kill-on-bad-exit=1 --label .venv/bin/python x.py --a=b c\n"
-    assert "--nnodes=2 --nproc-per-node=8" in said[1] and "--rdzv-endpoint=node07:22345 x.py --a=b c" in said[1]
+    slurm |= {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_CPUS_PER_TASK": "12",
+    }
+
+    def run(script, **environment):
+        env = {**os.environ, **slurm, **environment}
+        done = subprocess.run(["bash", script, "x.py", "--a=b c"], env=env, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["slurm", "slurm_torchrun"])
+def test_the_batch_scripts_are_shell_and_agree_with_themselves(tmp_path, batch, name):
+    script = CLUSTER / f"{name}.sbatch"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    found = directives(script)
+    assert found["signal"] == "B:USR1@600" and "requeue" in found and "/" not in found["output"]  # no folder to be made
+    status, lines = batch(script)
+    doctor, ranks, stopped, requeued = lines
+    assert status == 0 and (stopped, requeued) == ("stopped", "scontrol requeue 12345")  # at the time limit
+    for line in (doctor, ranks):
+        assert line.startswith("srun --kill-on-bad-exit=1 --label --cpus-per-task=12 .venv/bin/")
+    assert doctor.endswith("-m fmegatron.doctor")
+    assert ranks.endswith(f" x.py --a=b c --run.until.file={tmp_path}/.stop-12345 --run.faults.restart.most=3")
+    if name == "slurm":
+        assert found["ntasks-per-node"] == found["gpus-per-node"]
+    else:
+        assert "--nnodes=2 --nproc-per-node=8 " in ranks and "--rdzv-endpoint=node07:22345 " in ranks
+        assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=590" in script.read_text() and "--max-restarts=100 " in ranks
+    status, lines = batch(script, RUN="3")  # a run that fails is not requeued by the script
+    assert status == 3 and "scontrol requeue 12345" not in lines and not (tmp_path / ".stop-12345").exists()
+    status, lines = batch(script, DOCTOR="1")
+    assert status == 1 and len(lines) == 1
+
+
+def test_the_flags_of_the_templates_are_flags():
+    """Of torchrun, by its own parser, and of the experiments."""
+    from torch.distributed.run import get_args_parser
+
+    from fmegatron.loop import Options
+    from fmegatron.loop.flags import parse
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        run: Options = Options()
+
+    for name in ("slurm_torchrun.sbatch", "kubernetes.yaml"):
+        text = (CLUSTER / name).read_text()
+        flags = [flag for flag in re.findall(r"--[a-z][\w-]+(?=[= ])", text) if flag[2:] in TORCHRUN_FLAGS]
+        assert len(set(flags)) >= 5
+        got = get_args_parser().parse_args([*(f"{flag}=1" for flag in set(flags)), "x.py"])
+        assert got.training_script == "x.py"
+        own = re.findall(r"--run\.[\w.]+(?==)", text)
+        values = {"--run.until.file": "/tmp/x", "--run.folder": "/runs/x"}
+        assert (
+            parse(["x.py", *(f"{flag}={values.get(flag, 3)}" for flag in set(own))], Config()).run.faults.restart.most
+            == 3
+        )
