@@ -139,7 +139,7 @@ class Mapped(StepBatches):
 
 def _named(function: Any) -> str:
     """A function's text, the same in every process: its name, and what it closes over. ValueError where there is none,
-    and for a lambda, whose name does not tell it from another."""
+    and for a lambda, as all of them have one name."""
     if isinstance(function, functools.partial):
         given = [_text(x) for x in function.args] + [f"{k}={_text(x)}" for k, x in sorted(function.keywords.items())]
         named = f"partial({', '.join([_named(function.func), *given])})"
@@ -167,7 +167,7 @@ def _named(function: Any) -> str:
 
 
 def _text(x: Any) -> str:
-    """What tells a value that a function uses from another one."""
+    """A text of a value that a function uses, which another value does not have."""
     if isinstance(x, np.ndarray | torch.Tensor):
         elements = x if isinstance(x, np.ndarray) else x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         return f"{type(x).__name__} {x.dtype}{list(x.shape)} {digest_of(elements)}"

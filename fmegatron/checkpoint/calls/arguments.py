@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import threading
 from typing import Any
 
 import torch
@@ -48,7 +50,9 @@ def check_path(path: Any) -> None:
 
 
 def ranks_of(world: Any) -> Ranks:
-    """The world, or for None that of this process alone. Raises ValueError for what ranks cannot talk through."""
+    """The world, or for None that of this process alone. Raises ValueError for what ranks cannot talk through, and
+    RuntimeError in a process that cannot save or restore (`check_process`)."""
+    check_process()
     if world is None:
         return World.alone("cpu")
     if not all(callable(getattr(world, name, None)) for name in _WORLD):
@@ -57,6 +61,29 @@ def ranks_of(world: Any) -> Ranks:
             " pass connect(mesh) of fmegatron.collectives"
         )
     return world
+
+
+def check_process() -> None:
+    """RuntimeError, before anything is written, in a process that was forked from one that has saved or restored, whose
+    threads it lacks and whose locks it has; and where Python starts no threads any more."""
+    if (first := _first_process()) != os.getpid():
+        raise RuntimeError(
+            f"checkpoint: got a call in process {os.getpid()}, a fork of process {first}, which had saved or restored "
+            "before: the threads that write are not in a fork, and it would wait for ever; wanted a process of its "
+            "own: multiprocessing.get_context('spawn') or 'forkserver', or a fork before the first call"
+        )
+    if not threading.main_thread().is_alive():
+        raise RuntimeError(
+            "checkpoint: got a call behind the end of the main thread (atexit, or a thread that outlives it), where "
+            "Python starts no threads any more, wanted one before; save at the end of the main thread, and join there "
+            "the threads that save"
+        )
+
+
+@functools.cache
+def _first_process() -> int:
+    """The process of the first call: that of whoever asks for the first time."""
+    return os.getpid()
 
 
 def check_device(device: Any) -> None:

@@ -1,0 +1,79 @@
+"""Processes that cannot save: a fork of one that has, and one whose main thread has ended. Refused before it writes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.house import ROOT
+
+FORKS = """
+import os, sys, torch
+from fmegatron import checkpoint
+folder, before = sys.argv[1:]
+manager = checkpoint.Manager(folder + "/steps", show_progress=False) if before == "manager" else None
+if before == "save":
+    checkpoint.save(folder + "/parent", {"w": torch.ones(3)})
+if before == "restore":
+    checkpoint.restore(folder + "/given")
+pid = os.fork()
+if not pid:
+    try:
+        if manager is not None:
+            manager.save(1, {"w": torch.ones(3)})
+        else:
+            checkpoint.save(folder + "/child", {"w": torch.ones(3)})
+            checkpoint.restore(folder + "/child")
+        print("saved", flush=True)
+    except RuntimeError as error:
+        print("error:", error, flush=True)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+if before != "nothing":
+    checkpoint.save(folder + "/parent again", {"w": torch.ones(3)})
+"""
+LATE = """
+import atexit, sys, threading, time, torch
+from fmegatron import checkpoint
+def late(name):
+    try:
+        checkpoint.save(sys.argv[1] + "/" + name, {"w": torch.ones(3)})
+        print(name, "saved", flush=True)
+    except RuntimeError as error:
+        print(name, error, flush=True)
+def behind_main():
+    threading.main_thread().join()
+    late("thread")
+atexit.register(late, "atexit")
+threading.Thread(target=behind_main).start()
+"""
+
+
+def said(python, code, *args):
+    done = python.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("before", ["nothing", "save", "restore"])
+def test_a_fork_of_a_process_that_has_saved(tmp_path, python, before):
+    from fmegatron import checkpoint
+
+    checkpoint.save(tmp_path / "given", {"w": [1]})
+    out = said(python, FORKS, tmp_path, before)
+    if before == "nothing":
+        assert out == "saved\n"
+        return
+    assert out.startswith("error: checkpoint: got a call in process ") and "a fork of process" in out
+    assert not os.path.exists(tmp_path / "child")
+
+
+def test_behind_the_end_of_the_main_thread(tmp_path):
+    """In atexit, and in a thread that outlives it."""
+    command = [sys.executable, "-W", "ignore", "-c", LATE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)  # an interpreter that ends
+    first, second = done.stdout.splitlines()
+    for name, line in (("thread", first), ("atexit", second)):
+        assert line.startswith(f"{name} checkpoint: got a call behind the end of the main thread")
+    assert done.returncode == 0 and not os.listdir(tmp_path)
