@@ -52,6 +52,8 @@ class ArraySpec:
     strategy: by which the array is sharded at rest, and by which its gradient, its optimizer's state and the rows of a
     batch follow (`strategy_of`); None: as the layout states, and all else likewise.
     stacked: whether dim 0 counts layers.
+    saved: whether checkpoints hold it. What they do not hold, buffers and caches, a restore makes anew of `init`, which
+    then is a Constant.
     """
 
     layout: Layout
@@ -60,6 +62,11 @@ class ArraySpec:
     rounded_to: tuple[torch.dtype, ...] = ()
     strategy: DataParallel | None = None
     stacked: bool = False
+    saved: bool = True
+
+    def __post_init__(self):
+        if not self.saved and not isinstance(self.init, Constant):
+            raise ValueError(f"ArraySpec: got saved=False and {self.init}, wanted a Constant: a restore has no key")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -86,7 +93,7 @@ class ArraySpec:
         other = layout.shape != self.shape or (isinstance(init, Constant) and init != self.init)
         if not other:
             return replace(self, layout=layout, init=init)
-        return ArraySpec(layout, init, strategy=self.strategy, stacked=self.stacked)
+        return ArraySpec(layout, init, strategy=self.strategy, stacked=self.stacked, saved=self.saved)
 
     @property
     def is_copy(self) -> bool:

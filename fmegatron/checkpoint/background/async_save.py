@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from fmegatron.checkpoint.background.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.staging import Portion, portions, require_as_staged, stage
 from fmegatron.checkpoint.background.wire import plans_to_json
-from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.arguments import are_saved, check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.storage import Store
@@ -81,6 +82,7 @@ class _Known:
     """The plan of the tree that was saved last; a run saves one tree again and again."""
 
     leaves: list[Layout]
+    saved: list[bool]
     spec: Any
     plans: tuple[LeafPlan, ...]
     data: bytes
@@ -229,7 +231,7 @@ class AsyncSaver:
                 draft = store.begin()
             if pressed:
                 raise pressed[0]
-            return known, tensors, what
+            return known, list(compress(tensors, known.saved)), what
 
         self._numbers += 1
         try:
@@ -294,15 +296,15 @@ class AsyncSaver:
     # ---- inside
     def _plan(self, layouts: Any, world: Ranks) -> _Known:
         paths, leaves, spec = flat_layouts(layouts)
-        known = self._known
+        known, saved = self._known, are_saved(layouts)
         if (
             known is None
-            or spec != known.spec
+            or (spec, saved) != (known.spec, known.saved)
             or not all(a is b or a == b for a, b in zip(leaves, known.leaves, strict=True))
         ):
             check_layouts(paths, leaves, world.size)
-            plans = plan(paths, leaves)
-            self._known = known = _Known(leaves, spec, plans, plans_to_json(plans))
+            plans = plan(list(compress(paths, saved)), list(compress(leaves, saved)))
+            self._known = known = _Known(leaves, saved, spec, plans, plans_to_json(plans))
         return known
 
     def _stage(self, handle: Handle, known: _Known, tensors: list[torch.Tensor], what: dict[str, Any]) -> None:

@@ -35,6 +35,11 @@ def flat_layouts(layouts: Any) -> tuple[list[str], list[Layout], Any]:
     return paths, [x if isinstance(x, Layout) else x.layout for x in leaves], spec
 
 
+def are_saved(layouts: Any) -> list[bool]:
+    """Which leaves of a tree of Layouts or ArraySpecs checkpoints hold (`ArraySpec.saved`)."""
+    return [isinstance(x, Layout) or x.saved for x in tree.leaves(layouts)]
+
+
 def check_path(path: Any) -> None:
     """Raise ValueError for what is neither text, a path nor a Store."""
     if isinstance(path, str | os.PathLike):

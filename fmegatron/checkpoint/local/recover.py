@@ -10,12 +10,14 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.calls.arguments import flat_layouts
+from fmegatron import tree
+from fmegatron.checkpoint.calls.arguments import are_saved, flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError, digest
 from fmegatron.checkpoint.files.manifest import to_json_text
@@ -26,7 +28,7 @@ from fmegatron.checkpoint.manage.manager import Manager
 from fmegatron.checkpoint.reading.read import rank_of
 from fmegatron.checkpoint.writing.plan import LeafPlan
 from fmegatron.layout import Layout
-from fmegatron.tree import labels, structure
+from fmegatron.tree import ArraySpec, labels, structure
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def recover(
                     f"{path}: got a layout of a pending sum over {layout.unreduced}, wanted one of a value; ask for a"
                     " layout without unreduced"
                 )
-        return paths, leaves, spec
+        held = are_saved(layouts)
+        return list(compress(paths, held)), list(compress(leaves, held)), spec
 
     paths, leaves, spec = together(world, what, prepare)
     shards, bad, unseen = together(world, what, lambda: shelf.scan(run))
@@ -123,7 +126,10 @@ def recover(
                     fallback.rewind(step)  # newer global ones, if there are any, were skipped
                 except RuntimeError as error:
                     notes.append(f"the next save into {fallback.directory} may be refused as too old: {error}")
-            placed = [labels.labelled(x, layout) for x, layout in zip(tensors, leaves, strict=True)]
+            found = iter(tensors)
+            placed = [tree.init(x, 0, world.rank, device or world.device) if isinstance(x, ArraySpec) and not x.saved
+                      else next(found) for x in structure.leaves(layouts)]  # fmt: skip
+            placed = [labels.labelled(x, of) for x, of in zip(placed, flat_layouts(layouts)[1], strict=True)]
             return Found(step, structure.unflatten(spec, placed), metadata, holders)
     tensors.clear()
     if fallback is not None and not isinstance(fallback, Manager):

@@ -8,11 +8,12 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 
-from fmegatron.checkpoint.calls.arguments import check_path, check_step, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.arguments import are_saved, check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.manifest import to_json_text
@@ -220,7 +221,9 @@ class LocalReplicas:
             return Handle(None, shelf, self.keep, "")
         group = next(group for group in groups if world.rank in group)
         user = json.loads(world.broadcast_text(to_json_text(metadata or {})))  # rank 0's, as of a global checkpoint
-        content = Content(self.run, step, world.size, *flat_layouts(layouts)[:2], user, finite)
+        (paths, leaves, _), held = flat_layouts(layouts), are_saved(layouts)
+        what = list(compress(paths, held)), list(compress(leaves, held))
+        content = Content(self.run, step, world.size, *what, user, finite)
         saving = Saving(shelf, content, group, world, self.portion_bytes, self.durable, most_bytes)
         saving.exchange(tensors)
         least = min(map(len, groups))

@@ -66,8 +66,9 @@ def restore(
     Args:
         path: of a directory, a URL, a Store, or a Source (`open_snapshot`); of a checkpoint of another system what
             `fmegatron.interop.source` makes of its path.
-        target: tree of Layouts (or ArraySpecs), on any mesh; or, on one process, a state: tensors (meta tensors, too)
-            and numpy arrays give shapes, dtypes and devices, plain values are replaced by those stored.
+        target: tree of Layouts (or ArraySpecs: what is not `saved` is made anew), on any mesh; or, on one process, a
+            state: tensors (meta tensors, too) and numpy arrays give shapes, dtypes and devices, plain values are
+            replaced by those stored.
         into: a state, in the place of a target, whose tensors and writable arrays are overwritten; its dicts and lists
             get the plain values. It is what is returned. Its memory may be partly overwritten when damage is found.
         world: the ranks that restore together (an error on one is raised on all); or
@@ -218,6 +219,8 @@ def start_reading(
     # Before anything is allocated for elements that may not be there; a source that does not ask makes no work.
     source.require((want.leaf.path, want.target.box) for want in _wants(request, rank))
     tensors, wants = destinations(request, rank, current, into=memory)
+    for i, spec in request.anew.items():
+        tensors[i] = tree.init(spec, 0, rank)
     mine, exchanges = deal(source, wants, rank) if once else ([(want.leaf, want.target) for want in wants], [])
     by_leaf: dict[str, list[Target]] = {}
     for leaf, target in mine:

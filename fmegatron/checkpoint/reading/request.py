@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.files.format import Leaf, dtype_of, dtype_text
 from fmegatron.checkpoint.reading.mapping import Rule, apply_rules, is_fresh
@@ -16,7 +17,7 @@ from fmegatron.checkpoint.reading.source import Source
 from fmegatron.checkpoint.reading.strict import Difference, Strictness, can_be_left_out, complaints, near
 from fmegatron.checkpoint.reading.view import Fill, View, check_parts, filled, fitted
 from fmegatron.layout import Layout
-from fmegatron.tree import structure
+from fmegatron.tree import ArraySpec, structure
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Request:
     leaves: dict[str, Leaf]
     views: list[View | None] = field(default_factory=list)
     difference: Difference = Difference()
+    anew: dict[int, ArraySpec] = field(default_factory=dict)  # by number: leaves that checkpoints do not hold
 
     @property
     def left_out(self) -> list[int]:
@@ -78,16 +80,19 @@ def match(
     paths, layouts, spec = flat_layouts(target_layouts)
     leaves = subtree(source.leaves, prefix)
     views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})
+    anew = {i: x for i, x in enumerate(tree.leaves(target_layouts)) if isinstance(x, ArraySpec) and not x.saved}
     asked, fresh = set(paths), {path for path in paths if is_fresh(rules, path)}
     difference = Difference(
         missing=tuple(name for name, view in views.items() if name not in asked and not view.spare),
-        unexpected=tuple(path for path in paths if path not in views and path not in fresh),
+        unexpected=tuple(p for i, p in enumerate(paths) if p not in views and p not in fresh and i not in anew),
     )
     problems, found, unexpected = complaints(difference, mode), [], set(difference.unexpected)
     droppable = can_be_left_out(spec) if unexpected else []
     for i, (path, layout) in enumerate(zip(paths, layouts, strict=True)):
         view: View | None = None
-        if path in fresh or (path in unexpected and has_initial):
+        if i in anew:
+            view = filled(layout.shape, Fill.ZEROS)
+        elif path in fresh or (path in unexpected and has_initial):
             view = filled(layout.shape, Fill.FRESH)
         elif path in views:
             view = fitted(views[path], layout.shape)
@@ -107,7 +112,7 @@ def match(
         raise ValueError(
             f"{source.text}: got leaves that do not fit the target layouts, wanted all to fit:\n{lines}{more}"
         )
-    return Request(paths, layouts, spec, leaves, found, difference)
+    return Request(paths, layouts, spec, leaves, found, difference, anew)
 
 
 def _misfits(path: str, view: View, layout: Layout, leaves: dict[str, Leaf], cast: bool) -> list[str]:

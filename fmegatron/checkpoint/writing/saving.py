@@ -12,12 +12,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 
 from fmegatron import tree
-from fmegatron.checkpoint.calls.arguments import check_words, flat_layouts, ranks_of
+from fmegatron.checkpoint.calls.arguments import are_saved, check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files.format import piece_name
@@ -50,7 +51,8 @@ def save(
         path: where to save.
         state: tree of this rank's local tensors, any device. Without layouts any nesting of dicts, lists and tuples of
             tensors, numpy arrays, numbers, strings, None, bytes and dtypes, such as the state dicts of modules.
-        layouts: the same tree of Layouts (or ArraySpecs); None on one process that holds the full state.
+        layouts: the same tree of Layouts (or ArraySpecs: what is not `saved` is left out); None on one process that
+            holds the full state.
         world: the ranks that call this together, with one file system or object store; None for one process.
         metadata: JSON values.
         step: whole number.
@@ -110,7 +112,8 @@ def check_request(
     check_layouts(paths, leaves, world.size)
     tree.check(state, layouts, world.rank, "the state", "the layouts")
     check_words(metadata, step, finite)
-    return tree.leaves(state), plan(paths, leaves)
+    held = are_saved(layouts)
+    return list(compress(tree.leaves(state), held)), plan(list(compress(paths, held)), list(compress(leaves, held)))
 
 
 def check_names(store: Store, plans: Sequence[LeafPlan], size: int) -> None:
