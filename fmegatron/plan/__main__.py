@@ -19,7 +19,7 @@ from fmegatron.loop.flags import parse
 from fmegatron.loop.options import options_of
 from fmegatron.plan import deep, exact, meshes_of, quick, search
 from fmegatron.plan.from_formulas import Quick
-from fmegatron.plan.from_trace import Exact, in_mib
+from fmegatron.plan.from_trace import Exact, UnevenError, in_mib
 from fmegatron.plan.rates import measured_rates, measured_write
 from fmegatron.step import Description, description
 from fmegatron.step.timelines import planned
@@ -118,7 +118,7 @@ def _counted(
 
         try:
             return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
-        except ValueError as error:
+        except UnevenError as error:
             print(f"exact: all layers are counted, one by one: {error}", file=out)
     return exact(described.function, described.state, described.batch, config.mesh, rank=options.rank, overlap=overlap)
 

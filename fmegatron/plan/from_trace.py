@@ -38,8 +38,8 @@ _Calls = Mapping[str, tuple[int, ...]]
 _SHOWN = 12  # groups of what is alive that are printed
 
 
-class _UnevenError(ValueError):
-    """Layers that do not add the same at the depths that were counted."""
+class UnevenError(ValueError):
+    """Layers that do not add the same at the depths that were counted, or no model of such a depth."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,13 @@ def _parts(described: Description) -> tuple[Callable, Any, Any]:
     return described.function, described.state, described.batch
 
 
+def _shallow(build: Callable[[int], Description], depth: int) -> Description:
+    try:
+        return build(depth)
+    except ValueError as error:
+        raise UnevenError(f"deep: got no model of {depth} layers: {error}; {_OTHERWISE}") from error
+
+
 def deep(
     build: Callable[[int], Description],
     depth: int,
@@ -185,7 +192,7 @@ def deep(
     how = _How(overlap, donate, patches, host_bytes)
     if few is None:
         for one in _FEW[:-1]:
-            with contextlib.suppress(_UnevenError):
+            with contextlib.suppress(UnevenError):
                 return deep(build, depth, mesh, few=one, rank=rank, **how._asdict())
         few = _FEW[-1]
     few = tuple(few)
@@ -198,11 +205,13 @@ def deep(
     if depth <= few[-1] * 3 // 2:
         return exact(*_parts(build(depth)), mesh, rank=rank, **how._asdict())
     layers, missing = few[1] - few[0], depth - few[1]
-    states = [_bytes(build(n).state, rank) for n in (*few, depth)]
-    on_host = _bytes(build(depth).state, rank, "host")
+    whole = build(depth)
+    models = {n: _shallow(build, n) for n in few} | {depth: whole}
+    states = [_bytes(of.state, rank) for of in models.values()]
+    on_host = _bytes(whole.state, rank, "host")
     line = states[1] + missing * (states[1] - states[0]) / layers
     if abs(states[2] - line) > 0.002 * line:
-        raise _UnevenError(
+        raise UnevenError(
             f"deep: got a state of {states[2]:,} bytes at {depth} layers, wanted {line:,.0f}, as {few[0]} and {few[1]} "
             f"layers have {states[0]:,} and {states[1]:,}; layers differ: {_OTHERWISE}"
         )
@@ -210,7 +219,7 @@ def deep(
     counts, last = [], None
     for n in few:
         with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
-            step, *given = _parts(build(n))
+            step, *given = _parts(models[n])
             last, found = _exact(world, known, step, given, how)
             counts.append(found)
     shallow, deeper = counts
@@ -231,16 +240,14 @@ def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: 
     that it comes to 2 % of the peak, about `top`.
     """
     if not deeper:
-        raise _UnevenError(
-            f"deep: got a step without layers that are compiled once, wanted calls of them; {_OTHERWISE}"
-        )
+        raise UnevenError(f"deep: got a step without layers that are compiled once, wanted calls of them; {_OTHERWISE}")
     adds = {}
     for name, live in deeper.items():
         a, b = ([y - x for x, y in itertools.pairwise(calls)] for calls in (shallow.get(name, ()), live))
         more = len(b) - len(a)
         adds[name] = _put_in(a, b, layers, 0.02 * top / missing) if more > 0 and more % layers == 0 else None
         if adds[name] is None:
-            raise _UnevenError(
+            raise UnevenError(
                 f"deep: {name}: got {b} bytes more from call to call, and {a} with {layers} layers fewer, wanted "
                 f"layers that add the same; {_OTHERWISE}"
             )

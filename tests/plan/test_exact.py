@@ -104,6 +104,16 @@ def test_what_does_not_grow_evenly_is_refused():
         plan.deep(build, 14, Mesh(), few=(4, 8))
 
 
+def test_a_model_that_has_no_few_layers():
+    def build(depth):
+        if depth < 20:
+            raise ValueError(f"got {depth} layers, wanted 20 or more")
+        return tower(depth)
+
+    with pytest.raises(ValueError, match="deep: got no model of 8 layers: got 8 .* or more; plan all layers"):
+        plan.deep(build, 24, Mesh())
+
+
 def with_wider(decoder, which):
     """The decoder with an MLP of twice the width in these layers."""
 

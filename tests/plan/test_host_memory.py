@@ -47,6 +47,18 @@ def test_8b_on_one_card():
 
 
 @pytest.mark.slow
+def test_8b_on_one_card_counted():
+    """The same by the exact plan, of layers compiled once."""
+
+    def build(layers):
+        return described("host", Mesh(), 4096, **LLAMA_8B | {"layers": layers})
+
+    found = plan.deep(build, LLAMA_8B["layers"], Mesh())
+    assert found.depth is not None and found.peak < CARD, str(found)
+    assert found.host == plan.quick(build(LLAMA_8B["layers"])).host
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_counted():
     """The exact plan: what is on the host is not on the device, and buckets are what the update takes there."""

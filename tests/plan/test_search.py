@@ -201,3 +201,11 @@ def test_the_command_searches():
 def test_wrong_use(flags, text):
     status, _, err = run(*flags)
     assert status == 2 and text in err
+
+
+def test_a_wrong_rank_of_a_deep_model_is_told_once():
+    """And not as a reason for which all layers are counted."""
+    status, out, err = run(
+        "--mesh", "dp=2", "--rank", "2", small=("--dim=8", "--heads=2", "--layers=24", "--seq_len=8")
+    )
+    assert status == 2 and "got rank 2, wanted 0 to 1" in err and "all layers" not in out
