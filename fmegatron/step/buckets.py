@@ -8,9 +8,9 @@ Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv 2104.07857, section 5.2.2) stream 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -152,82 +152,57 @@ class InOrder:
 
 
 class OnStreams:
-    """Copies to and from page-locked memory on two streams of CUDA, beside the stream that computes."""
+    """Copies between a device of CUDA and page-locked memory, on two streams beside the one that computes.
 
-    def __init__(self, device: torch.device):
-        self.device, self.up, self.down = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
+    host_computes: what is fetched comes down, and what is stored goes up; else the other way round.
+    """
 
-    def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Copies`. The memory is that of the stream that computes, which waits for the copy and gives it back, so
-        that the allocator need not ask whether a copy is done."""
-        found = [torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in sources]
-        self.up.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.up):
-            for y, x in zip(found, sources, strict=True):
-                y.copy_(x, non_blocking=True)
-        return found
+    def __init__(self, device: torch.device, host_computes: bool = False):
+        self.device, self.host_computes = device, host_computes
+        self.coming, self.leaving = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def arrived(self) -> None:
-        """See `Copies`."""
-        torch.cuda.current_stream(self.device).wait_stream(self.up)
-
-    def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """See `Copies`."""
-        self.down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.down):
+    def _copy(self, stream: torch.cuda.Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             for into, x in pairs:
                 into.copy_(x, non_blocking=True)
 
-    def left(self) -> None:
-        """See `Copies`."""
-        torch.cuda.current_stream(self.device).wait_stream(self.down)
-
-    def landed(self) -> None:
-        """See `Copies`. The host waits for the device here, as it may read host memory next."""
-        self.up.synchronize()
-        self.down.synchronize()
-
-
-class ToHost:
-    """Copies for what the host computes: down from a device of CUDA into page-locked memory, and up again."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.up, self.down = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
-
     def fetch(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Copies`."""
-        found = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in sources]
-        self.down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.down):
-            for y, x in zip(found, sources, strict=True):
-                y.copy_(x, non_blocking=True)
+        """See `Copies`. Memory of the device is that of the stream that computes, which waits for the copy and gives it
+        back, so that the allocator need not ask whether a copy is done."""
+        where: dict[str, Any] = {"pin_memory": True} if self.host_computes else {"device": self.device}
+        found = [torch.empty(x.shape, dtype=x.dtype, **where) for x in sources]
+        self._copy(self.coming, zip(found, sources, strict=True))
         return found
 
     def arrived(self) -> None:
-        """See `Copies`. The host computes next, so it waits."""
-        self.down.synchronize()
+        """See `Copies`. Where the host computes next, it waits."""
+        if self.host_computes:
+            self.coming.synchronize()
+        else:
+            torch.cuda.current_stream(self.device).wait_stream(self.coming)
 
     def store(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """See `Copies`. From page-locked memory, which torch does not give away before the copy is done."""
-        self.up.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.up):
-            for into, x in pairs:
-                into.copy_(x.pin_memory(), non_blocking=True)
+        """See `Copies`. What the host has computed goes from page-locked memory, which torch does not give away before
+        the copy is done."""
+        self._copy(self.leaving, [(into, x.pin_memory()) for into, x in pairs] if self.host_computes else pairs)
 
     def left(self) -> None:
-        """Nothing to wait for: what travels is a copy in page-locked memory."""
+        """See `Copies`. Of what the host has computed a copy travels, so there is nothing to wait for."""
+        if not self.host_computes:
+            torch.cuda.current_stream(self.device).wait_stream(self.leaving)
 
     def landed(self) -> None:
-        """See `Copies`. The device may read next what came up."""
-        self.down.synchronize()
-        self.up.synchronize()
+        """See `Copies`. The host waits for the device here, as either may read next what the other has sent."""
+        self.coming.synchronize()
+        self.leaving.synchronize()
 
 
 def copies_on(device: torch.device, host_computes: bool = False) -> Copies:
     """How arrays travel between a device and the host, which computes or does not."""
     if device.type != "cuda":
         return InOrder()
-    return ToHost(device) if host_computes else OnStreams(device)
+    return OnStreams(device, host_computes)
 
 
 def run(
