@@ -101,6 +101,20 @@ def test_a_decoder_across_meshes(tmp_path, source, small):
         assert_restored(tmp_path / "a", state, layouts_on(where, other))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_from_24_ranks_to_others_and_back(tmp_path, name):
+    """Bit for bit, and no byte of padding is in any of the checkpoints."""
+    many = layouts_on(Mesh(fsdp=24), name)
+    state = state_of(many)
+    saved_with_sentinels(tmp_path / "24", state, many)
+    for n in (8, 5, 1):
+        fewer = layouts_on(Mesh(fsdp=n), name)
+        assert_restored(tmp_path / "24", state, fewer)
+        saved_with_sentinels(tmp_path / str(n), state, fewer)
+        assert_restored(tmp_path / str(n), state, many)
+
+
 def test_a_range_that_ends_inside_a_row_is_stored_without_padding(tmp_path):
     """A `piece`: the bytes of a local tensor, of which only those of true elements are stored."""
     layouts = {"x": Layout((257, 1023), torch.float32, Mesh(fsdp=5), flat=("fsdp",), padded=True)}
