@@ -45,7 +45,7 @@ def regathered(graph_module: fx.GraphModule, together: int = TOGETHER) -> fx.Gra
     other collectives are made of it.
 
     together: bytes. Arrays of at least as many are gathered (and their gradients reduced) one by one, smaller ones
-    together up to as many, in the order of their use.
+    together up to as many, in the order of their use, those that are gathered again apart from the others.
     """
     if not _to_place(_Trace(graph_module.graph), together):
         return graph_module
@@ -228,7 +228,8 @@ class _Placing:
         found: list[list[_Use]] = []
         for use in uses:
             gather, device = use.array.gather, use.array.item.meta["val"].device
-            key = (repr(gather.args[1:3]), _is_backward(use.reader), device)
+            leaves = use.array.again and not use.version  # one that stays would keep the buffer of all
+            key = (repr(gather.args[1:3]), _is_backward(use.reader), leaves, device)
             bucket = open_.get(key)
             fits = bucket is not None and sum(u.array.nbytes for u in bucket) + use.array.nbytes <= self.together
             if use.array.nbytes >= self.together:

@@ -12,6 +12,7 @@ from fmegatron import optim, plan, step, testing, tree
 from fmegatron.collectives import Axes, Precision, connect, psum
 from fmegatron.collectives.kinds import collective_of
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.step.graph.nodes import is_light
 from fmegatron.step.regather import regathered
 from fmegatron.step.tracing import trace
 from tests.pairs import each_value
@@ -208,6 +209,25 @@ def test_many_small_weights(way, little):
     found = proven_and_equal_tower(mesh, steps=1, way=way, blocks=8, dim=8, width=16)
     found = sent(found.sharded.traced.graph_module.graph, mesh)
     assert 6 + 3 <= found["all_gather"] <= 6 + 4 and found["reduce_scatter"] <= 9, found
+
+
+def bytes_for_the_backward(graph):
+    """Of the gathers of the forward, the bytes of those of which something, as it is or laid out, is read behind it."""
+
+    def is_kept(node):
+        return any(user.meta.get("backward") or is_light(user) and is_kept(user) for user in node.users)
+
+    gathers = [n for n in graph.nodes if (c := collective_of(n.target)) and c.name == "all_gather"]
+    forward = [n for n in gathers if not n.meta.get("backward")]
+    assert len(forward) < len(gathers)
+    return sum(x.nbytes for n in forward if is_kept(n) for x in n.meta["val"])
+
+
+def test_what_stays_keeps_no_buffer_of_what_is_gathered_again(little):
+    """4 KiB with which the backward begins, and 4 KiB of small arrays: the vectors of all layers. They kept matrices,
+    too, that had travelled with them."""
+    made = described(Mesh(fsdp=2), blocks=8, dim=8, width=16)
+    assert bytes_for_the_backward(traced(made).graph_module.graph) <= 8 << 10
 
 
 def test_an_evaluation_gathers_before_the_use():

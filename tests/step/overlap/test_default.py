@@ -77,20 +77,22 @@ def of_own_loss(mesh: Mesh, loss_fn) -> step.Description:
     return step.build(loss_fn, optim.sgd(1e-3), specs, shape, shards=loss_fn is by_loop)
 
 
-def of_model_loss(mesh: Mesh) -> step.Description:
+def of_model_loss(mesh: Mesh, save: str | None = "mincut") -> step.Description:
     decoder = model.llama(vocab_size=64, dim=256, layers=LAYERS, heads=4, kv_heads=4, ffn_dim=1024, max_seq=8)
-    return model.build(decoder, optim.sgd(1e-3), mesh, (8, 8), strategy="zero3")
+    return model.build(decoder, optim.sgd(1e-3), mesh, (8, 8), strategy="zero3", save=save)
 
 
+SLOW = ("model.loss", "model.loss, all saved")
 OWN = {
     "functional_call": lambda mesh: of_own_loss(mesh, by_module),
     "a loop by hand": lambda mesh: of_own_loss(mesh, by_loop),
     "model.loss": of_model_loss,
+    "model.loss, all saved": lambda mesh: of_model_loss(mesh, None),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", [*list(OWN)[:2], pytest.param("model.loss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in OWN])
 def test_sixteen_layers_take_a_shard_and_four_layers(way):
     """State included, on fsdp=8, by default, however the step is written: 26 MiB at most, 76 as written."""
     mesh = Mesh(fsdp=8)
