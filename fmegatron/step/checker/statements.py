@@ -13,8 +13,7 @@ from fmegatron.collectives import kinds, places
 from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import Atom, canonical, joined, plain, size_of
 from fmegatron.step.checker.marks import too_large
-from fmegatron.step.checker.shares import is_share
-from fmegatron.step.checker.values import OWED, Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
+from fmegatron.step.checker.values import Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
 
 Node = torch.fx.Node
 OPEN = (Wrong, Unknown, Suspect)  # marks that a collective leaves as they are
@@ -91,7 +90,7 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
             kind != "replicated"
             and x.replicated(axis)
             and x.constant != 0
-            and not (kind == "partial" and (x.equal_terms or is_share(x, axis)))
+            and not (kind == "partial" and (x.equal_terms or x.portion.get(axis) == "exact"))
         ):
             wrong = Wrong(node, f"declared {kind}, but it does not depend on the rank",
                        "the axis_index in it belongs to another axis?")  # fmt: skip
@@ -136,7 +135,7 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
         else:
             marks[axis] = scope.unknown(node, _ROWS, _COUNT_ONE)
     out = xs[0].marked(marks)
-    portion = {axis: one for axis, one in out.portion.items() if axis not in marks or one in OWED}
+    portion = {axis: one for axis, one in out.portion.items() if axis not in marks or one == "owed"}
     return [replace(out, equal_terms=out.equal_terms and not marks, portion=portion), *xs[1:]]
 
 
