@@ -460,9 +460,10 @@ def too_large(scope: Scope, node: Node, axis: str, e: Excess) -> Mark:
     """The mark of a value with an excess that is used where only the right number will do."""
     if not e.power:
         assert e.doubt is not None, "an excess of power 0 is kept for its doubt"
-        return Unknown(frozenset((e.doubt,)), factor=True)
+        return Unknown(frozenset((e.doubt,)), factor=True, gradient=True)
     if e.loose and not e.sure:
         why = f"{e.what}, and whether the numbers that it is multiplied by make up for that cannot be told"
-        return scope.unknown(e.node, why, f"Divide by axes[{axis!r}].size alone, next to it")._replace(factor=True)
+        fix = f"Divide by axes[{axis!r}].size alone, next to it"
+        return scope.unknown(e.node, why, fix)._replace(factor=True, gradient=True)
     fix = "remove it" if e.sure else "sum, psum, then divide by the global size"
     return Suspect(e.node, e.what, fix, None, frozenset())  # what mends it is a division, which would have been seen
