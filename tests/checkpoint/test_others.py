@@ -107,3 +107,16 @@ def test_a_first_start_is_silent(tmp_path):
             Manager(at).restore_latest(ONE)
         store = open_store("memory://runs/new", {})
         assert Manager(store).latest() is None
+
+
+@pytest.mark.parametrize("newest", [None, 10, 30])
+def test_a_newer_step_that_an_older_release_kept_apart(tmp_path, newest):
+    checkpoint.save(tmp_path / "temporary" / "step_00000020", state(1), ONE)
+    with Manager(tmp_path) as manager:
+        if newest is not None:
+            checkpoint.save(manager.path(newest), state(2), ONE)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert [manager.latest(), manager.latest()] == [newest] * 2
+    texts = [str(one.message) for one in said if "temporary: got step 20" in str(one.message)]
+    assert len(texts) == (newest != 30) and all(f"move step_00000020 to {tmp_path}" in text for text in texts)

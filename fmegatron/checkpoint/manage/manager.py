@@ -29,7 +29,7 @@ from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.line import Line, newest_good
-from fmegatron.checkpoint.manage.others import others
+from fmegatron.checkpoint.manage.others import newer_temporary, others
 from fmegatron.checkpoint.manage.pending import Background
 from fmegatron.checkpoint.manage.progress import progress
 from fmegatron.checkpoint.manage.report import Report, state_bytes
@@ -103,15 +103,21 @@ class Manager:
     def latest(self) -> int | None:
         """The newest complete step, or None: what rank 0 sees, on all ranks.
 
-        Before None it warns, once, of what the directory holds instead: foreign checkpoints, or copies not finished."""
+        It warns, once, of what the directory holds instead: foreign checkpoints, copies not finished, newer steps that
+        an older release kept apart."""
         ranks = self.world
 
         def look() -> int | None:
-            found = self.steps() if ranks.rank == 0 else []
-            if ranks.rank == 0 and not found and not self._warned and (text := others(self._steps)):
+            if ranks.rank != 0:
+                return None
+            newest = found[-1] if (found := self.steps()) else None
+            texts = (
+                () if self._warned else (newer_temporary(self._steps, newest), None if found else others(self._steps))
+            )
+            for text in filter(None, texts):
                 self._warned = True
                 warnings.warn(text, RuntimeWarning, stacklevel=4)
-            return found[-1] if found else None
+            return newest
 
         newest = together(ranks, f"looking for checkpoints in {self._steps.store.text}", look)
         text = ranks.broadcast_text("" if newest is None else str(newest))

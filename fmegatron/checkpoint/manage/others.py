@@ -36,3 +36,16 @@ def others(steps: Steps) -> str | None:
         f"{steps.store.text}: holds no complete step, so a run that begins here begins anew; but there is: "
         f"{'; '.join(found[:_SHOWN])}{more}"
     )
+
+
+def newer_temporary(steps: Steps, newest: int | None) -> str | None:
+    """That a run of before has kept a newer step apart, in `temporary`, as the text of a warning. Raises OSError."""
+    if "temporary" not in steps.store.children():
+        return None
+    apart = Steps(steps.store.child("temporary"))
+    if not (found := apart.complete(above=-1 if newest is None else newest)):
+        return None
+    return (
+        f"{apart.store.text}: got step {found[-1]}, a temporary one of an older release, wanted none newer than "
+        f"step {newest}, from which a run goes on; move {apart.name(found[-1])} to {steps.store.text}, or remove it"
+    )
