@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fmegatron import tree
+from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.torch_private import FakeTensorMode
@@ -286,7 +287,7 @@ def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) 
 
 
 def _exact(
-    world: SizedWorld, known: dict[str, Counted], step: Callable, given: Sequence[structure.Tree], how: _How
+    world: World, known: dict[str, Counted], step: Callable, given: Sequence[structure.Tree], how: _How
 ) -> tuple[Exact, Counted]:
     began = time.process_time()
     layouts = [_layouts(specs) for specs in given]
