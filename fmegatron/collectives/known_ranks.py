@@ -12,19 +12,20 @@ from fmegatron.collectives.torch_private import recorded_root
 from fmegatron.layout import Mesh
 from fmegatron.tree import labels
 
-__all__ = ["Recorded", "recorded_mesh", "recorded_reads", "require_one_rank"]
+__all__ = ["Recorded", "recorded_mesh", "recorded_reads", "recorded_stages", "require_one_rank"]
 
 
 class Recorded(torch.nn.Module):
     """The root of a graph while it is recorded (`step.tracing`). mesh: of the ranks that will run it; None: not known.
-    reads: who notes the functions that are entered meanwhile (`step.watched`), if somebody does.
+    reads: who notes the functions that are entered meanwhile (`step.watched`), if somebody does. stages: whether marks
+    of stages are recorded, for a pipeline (`step.pipeline`).
 
     It is what torch's recorder has while it records, and nothing remains of it: no state of a module of ours.
     """
 
-    def __init__(self, mesh: Mesh | None, reads: Any = None):
+    def __init__(self, mesh: Mesh | None, reads: Any = None, stages: bool = False):
         super().__init__()
-        self.mesh, self.reads = mesh, reads
+        self.mesh, self.reads, self.stages = mesh, reads, stages
 
 
 def recorded_mesh() -> Mesh | None:
@@ -37,6 +38,12 @@ def recorded_reads() -> Any:
     """Who notes the functions that are entered while one is traced right now, in this thread; None: nobody."""
     root = recorded_root()
     return root.reads if isinstance(root, Recorded) else None
+
+
+def recorded_stages() -> bool:
+    """Whether a function is traced right now, in this thread, that a pipeline will cut."""
+    root = recorded_root()
+    return isinstance(root, Recorded) and root.stages
 
 
 def require_one_rank(who: str, path: str, what: str, beside: Iterable[object] = ()) -> None:

@@ -70,7 +70,10 @@ def specs(
             spec = (*spec[:-1], Split(axes, array.parts))
         dtype = torch.promote_types(decoder.param_dtype, torch.float32) if array.wide else decoder.param_dtype
         layout = Layout(array.shape, dtype, mesh, spec)
-        stack = (0,) if path.partition("/")[0] in decoder.stacks else ()
+        found = decoder.stacks.get(path.partition("/")[0])
+        stack = () if found is None else (0,)
+        if found is not None and mesh["pp"] > 1 and max(found.depths) < decoder.layers:  # those of a rank's stages
+            layout = layout.replace(spec=("pp", *layout.spec[1:]))
         # the layer dim of a stack stays whole: a layer is gathered when it runs
         whole = tuple(range(len(array.shape))) if array.full and strategy is not None else stack
         layout = at_rest(path, layout, array.kept, strategy, whole)

@@ -28,6 +28,7 @@ from fmegatron.model.weights import Weights, adapted_named, embedded
 from fmegatron.nn import weight
 from fmegatron.nn.loss import real_columns
 from fmegatron.step import partition
+from fmegatron.step.pipeline import marks
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -117,15 +118,16 @@ def embed(ids_BS: Tensor, w: dict, at: TokenContext, decoder: Decoder, n: int = 
 
 
 def blocks(
-    x_BSD: Tensor, at: Sequence[TokenContext], layers: Iterable[tuple[Callable, dict]]
+    x_BSD: Tensor, at: Sequence[TokenContext], layers: Iterable[tuple[Callable, dict]], behind: bool = False
 ) -> tuple[Tensor, list[dict[str, dict]]]:
     """(what comes from the last block, for each block the statistics of its parts by their names).
 
     at: of each block. layers: (run, weights) of each block: `run(x, weights, at)`, such as those of `Weights.layers`.
+    behind: whether they are no blocks of the trunk, at which a stage of a pipeline may begin.
     """
     statistics = []
-    for (run, weights), here in zip(layers, at, strict=True):
-        x_BSD = run(x_BSD, weights, here)
+    for n, ((run, weights), here) in enumerate(zip(layers, at, strict=True)):
+        x_BSD = run(x_BSD if behind else marks.stage(x_BSD, n), weights, here)
         x_BSD, found = x_BSD if isinstance(x_BSD, tuple) else (x_BSD, {})
         statistics.append(found)
     return x_BSD, statistics
@@ -326,7 +328,7 @@ def token_losses(
         behind = []
         each = zip(weights.layers(_depths_of(mtp, decoder)), at[1 + decoder.layers :], further, strict=True)
         for layer, one, e_BSD in each:
-            x_BSD, found = blocks(torch.cat((e_BSD, x_BSD), -1), [one], [layer])
+            x_BSD, found = blocks(torch.cat((e_BSD, x_BSD), -1), [one], [layer], behind=True)
             behind.append(x_BSD)
             statistics += found
         for n, x_n in enumerate(behind):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fmegatron import tree
-from fmegatron.collectives.known_ranks import recorded_mesh
+from fmegatron.collectives import known_ranks
 from fmegatron.step.gradient import Gradient
 from fmegatron.step.graph.memory import memory_of, memory_written
 from fmegatron.step.graph.nodes import user_line
@@ -30,16 +30,18 @@ _BEFORE, _SUMS, _REST = range(3)
 
 
 class OneNode:
-    """`gradient(*args) -> Gradient` of arguments like these, traced once.
+    """`gradient(*args) -> Gradient` of arguments like these, traced once, with marks of stages or without.
 
     counts: the first graph; None where nothing must be known before. entry: the opaque node of the second.
     """
 
-    def __init__(self, gradient: Callable[..., Gradient], args: tuple, name: str, who: str, twice: bool):
-        mesh, one = recorded_mesh(), own_results(gradient)
+    def __init__(
+        self, gradient: Callable[..., Gradient], args: tuple, name: str, who: str, twice: bool, stages: bool = False
+    ):
+        mesh, one = known_ranks.recorded_mesh(), own_results(gradient)
         one.__name__ = name  # which errors tell
         with outside_of_tracing():
-            self.traced = trace(one, args, mesh=mesh)
+            self.traced = trace(one, args, mesh=mesh, stages=stages)
         traced, self.counts = self.traced, None
         root, graph = traced.graph_module, traced.graph_module.graph
         kinds = [{"before": _BEFORE, "sums": _SUMS}.get(path.partition("/")[0], _REST) for path in traced.out_paths]
@@ -70,8 +72,21 @@ class OneNode:
 
     def gradient(self, args: tuple, sums: dict[str, torch.Tensor]) -> Gradient:
         """The gradient of a microbatch, given the sums of all: one node."""
-        given = [sums[self.traced.out_paths[i].removeprefix("sums/")] for i in self.places[_SUMS]]
-        return self._result(_REST, self.entry([*_tensors(args), *given]))
+        return self.result(self.entry([*_tensors(args), *(sums[name] for name in self.sums)]))
+
+    @property
+    def gives(self) -> list[str]:
+        """The paths of what the node gives."""
+        return [self.traced.out_paths[i] for i in self.places[_REST]]
+
+    @property
+    def sums(self) -> list[str]:
+        """The names of the sums that the node takes, behind the tensors of the arguments."""
+        return [self.traced.out_paths[i].removeprefix("sums/") for i in self.places[_SUMS]]
+
+    def result(self, tensors: Sequence) -> Gradient:
+        """What the node gives, as the gradient that it is."""
+        return self._result(_REST, tensors)
 
     def _result(self, kind: int, tensors: Sequence) -> Gradient:
         """What the traced function returned, filled with the tensors of one kind."""

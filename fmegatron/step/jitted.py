@@ -14,8 +14,7 @@ import optree
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import World
-from fmegatron.collectives.known_ranks import recorded_mesh
+from fmegatron.collectives import World, known_ranks
 from fmegatron.layout import layout
 from fmegatron.step.agreement import communicates, require_same_graph, require_same_replicas
 from fmegatron.step.ambient import Ambient, ambient, changes, compiled_without_autocast, without_autocast
@@ -315,7 +314,7 @@ class Jitted:
         """Called while another function is traced: one opaque node, compiled once. What it donates is donated by the
         outermost jit, if that does: inside, memory belongs to the graph around."""
         leaves, spec = optree.tree_flatten(cast("Any", args))
-        key = (spec, tuple(signature_of(leaves, labels=True)), ambient(), recorded_mesh())
+        key = (spec, tuple(signature_of(leaves, labels=True)), ambient(), known_ranks.recorded_mesh())
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
             raise ValueError(
                 f"{self.name}: got a tensor that needs a gradient, wanted none, as a jit is one node without a "

@@ -265,6 +265,8 @@ def _cut(joint: Any, save: Policy, name: str, read: Watched) -> _Halves:
     parts = partition(joint, save)
     forward = Entry.make(f"{name}_fwd", parts.forward, parts.forward_fakes, joint.fake_mode)
     backward = Entry.make(f"{name}_bwd", parts.backward, parts.backward_fakes, joint.fake_mode)
+    if parts.differentiable[:1] == [0]:
+        backward.gradients = len(parts.taken)
     return _Halves(parts, joint.spec, forward, backward, read)
 
 

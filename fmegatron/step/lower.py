@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fmegatron.collectives import World, kinds, product_forms, table
-from fmegatron.collectives.real import Group
+from fmegatron.collectives import World, kinds, product_forms, real, table
 from fmegatron.step.graph.nodes import int_of, items_of, meta_of, symbolic_nodes
 from fmegatron.step.torch_private import graph_module_of, make_fx, outside_of_tracing
 
@@ -96,10 +95,10 @@ def _inline(graph, node, axes, world, fake_mode, snippets, by_products) -> list[
     fixed = [None if x in counts else x for x in rest]
     key = (collective, axes, len(counts), repr(fixed), tuple(meta_of(x.meta["val"]) for x in given))
     if key not in snippets:
-        group, arguments = Group(world, axes), collective.read(fixed)
+        group, arguments = real.Group(world, axes), collective.read(fixed)
         form = product_forms.in_product_form(collective) if by_products else collective.real
 
-        def real(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        def on_group(*tensors: torch.Tensor) -> list[torch.Tensor]:
             own = iter(tensors[len(given) - len(counts) :])
             filled = [next(own) if x is None else x for x in arguments]
             return list(form(list(tensors[: len(given) - len(counts)]), group, *filled))
@@ -107,7 +106,7 @@ def _inline(graph, node, axes, world, fake_mode, snippets, by_products) -> list[
         group.name  # noqa: B018  a real group, so it is made before fake tensors rule
         with outside_of_tracing(), torch.no_grad(), fake_mode:
             fakes = [torch.empty_strided(*meta[:2], dtype=meta[2], device=meta[3]) for meta in key[-1]]
-            snippets[key] = make_fx(real)(*fakes)
+            snippets[key] = make_fx(on_group)(*fakes)
     snippet = snippets[key].graph
     mapped = dict(zip(snippet.find_nodes(op="placeholder"), given, strict=True))
     with graph.inserting_before(node):

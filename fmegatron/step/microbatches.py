@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_
 from fmegatron.step.tracing import described, trace
 from fmegatron.tree import structure
 
-__all__ = ["accumulate", "accumulated", "alone"]
+__all__ = ["accumulate", "accumulated", "alone", "gradient_of", "name_of", "of_microbatches", "require_parts"]
 
 
 def accumulate(
@@ -123,22 +123,33 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
             weights.append(None if one.shown else weight_of(one.loss, one.aux, weight))
             grads = _weighted(tree.map(lambda g: widened(g, dtype), each(one.grads)), weights[-1])
             total = grads if total is None else tree.map(torch.add, total, grads)
-        count = n if weights[0] is None else _not_zero(sum(weights[1:], weights[0]))
-        metrics = [structure.flatten(one.aux) for one in found]
-        kinds = _kinds(of, (params, batch, *args), metrics, weight, full)
-        leaves = [
-            _combined(kind, [flat[1][i] for flat in metrics], weights, count, dtype) for i, kind in enumerate(kinds)
-        ]
-        aux = structure.unflatten(metrics[0][2], leaves)
-        if shown := [one.shown for one in found if one.shown]:
-            if not is_tracing():
-                require_same(described(of.loss_fn), shown)
-            loss, means = finished(shown, sums, of.axes_of(params))
-            return loss, {**means, **aux}, total, True
-        loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
-        return loss, aux, tree.map(lambda g: g / count, total), False
+        whole = {"weight": weight, "dtype": dtype, "known": full}
+        return of_microbatches(of, (params, batch, *args), found, weights, total, sums, **whole)
 
     return several
+
+
+def of_microbatches(
+    of: LossFn, args: tuple, found: list[Gradient], weights: list, total: Any, sums: Mapping, *, weight, dtype, known
+) -> tuple[Any, Any, structure.Tree, bool]:
+    """What `accumulated` gives, of the gradients of all microbatches.
+
+    args: of the full batch. weights: of a scalar loss, by which they count; None: equally, or parts. total: the
+    weighted sum of the gradients. sums: of all microbatches. known: what was seen of the full batch.
+    """
+    n = len(found)
+    count = n if weights[0] is None else _not_zero(sum(weights[1:], weights[0]))
+    metrics = [structure.flatten(one.aux) for one in found]
+    kinds = _kinds(of, args, metrics, weight, known)
+    leaves = [_combined(kind, [flat[1][i] for flat in metrics], weights, count, dtype) for i, kind in enumerate(kinds)]
+    aux = structure.unflatten(metrics[0][2], leaves)
+    if shown := [one.shown for one in found if one.shown]:
+        if not is_tracing():
+            require_same(described(of.loss_fn), shown)
+        loss, means = finished(shown, sums, of.axes_of(args[0]))
+        return loss, {**means, **aux}, total, True
+    loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
+    return loss, aux, tree.map(lambda g: g / count, total), False
 
 
 def alone(of: LossFn, found: Gradient, params, weight: str | None) -> tuple[Any, Any, structure.Tree, bool]:
@@ -162,7 +173,7 @@ def _traced(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[d
         raise
     if not known:
         nodes[key] = OneNode(
-            functools.partial(_gradient, of), calls[0], _name(of.loss_fn), described(of.loss_fn), twice
+            functools.partial(gradient_of, of), calls[0], name_of(of.loss_fn), described(of.loss_fn), twice
         )
     node = nodes[key]
     if node.counts is None:
@@ -177,17 +188,18 @@ def _eager(of: LossFn, calls: list[tuple], nodes: dict, twice: bool) -> tuple[di
     del twice
     done = []
     if "counted" not in nodes:
-        first = _gradient(of, *calls[0])
+        first = gradient_of(of, *calls[0])
         nodes["counted"] = bool(first.before)
         done = [] if first.before else [first]
     sums = {}
     if nodes["counted"]:
         early, lines = zip(*(of.before(params, (batch, *args)) for params, batch, args, _ in calls), strict=True)
         sums = summed(early, of.axes_of(calls[0][0]), lines[0])
-    return sums, lambda call, sums: done.pop() if done else _gradient(of, *call, sums=sums)
+    return sums, lambda call, sums: done.pop() if done else gradient_of(of, *call, sums=sums)
 
 
-def _gradient(of: LossFn, params, batch, args, scale, sums: dict | None = None) -> Gradient:
+def gradient_of(of: LossFn, params, batch, args, scale, sums: dict | None = None) -> Gradient:
+    """The gradient of one microbatch."""
     return of.gradient(params, (batch, *args), scale=scale, sums=sums)
 
 
@@ -198,7 +210,8 @@ def _require_no_weight(weight: str | None) -> None:
         )
 
 
-def _name(fn: Callable) -> str:
+def name_of(fn: Callable) -> str:
+    """The name of a function, for operators and errors."""
     return getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
 
 

@@ -15,7 +15,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -41,7 +41,11 @@ class Entry:
     graph_module: the symbolic graph; takes the tensors of the node's list argument, returns a list. op: the operator
     that stands for it. fakes, out_meta: what goes in and comes out.
     called_at: the line that called it when it was traced; another program that has an equal graph calls it elsewhere.
+    gradients: of the backward of a layer, how many of its last inputs are gradients of what the layer gave; its first
+    output then is that of the layer's input.
     """
+
+    gradients = 0
 
     def __init__(self, name, graph_module, fakes, fake_mode):
         self.called_at = line_here()
@@ -54,7 +58,7 @@ class Entry:
         self.op.entry = weakref.ref(self)
 
     @classmethod
-    def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Entry:
+    def make(cls, label: str, graph_module: torch.fx.GraphModule, fakes: list, fake_mode) -> Self:
         """Entry for a graph; `label` only makes the name readable. No output shares memory with an input or another."""
         with_own_outputs(graph_module)
         outs = [meta_of(n.meta["val"]) for n in items_of(graph_module.graph.output_node().args[0])]
@@ -122,6 +126,11 @@ class Bound:
         self.graph_module = self.program.graph_module
         self.op, self.library = defined(_COMPILED, name, self, entry.out_meta)
 
+    @property
+    def beside(self) -> int:
+        """Bytes that a call takes beside its arguments and results, as planned."""
+        return self.program.beside
+
     def compile(self) -> None:
         """Compile if that is not done yet."""
         if self.code is None:
@@ -147,19 +156,21 @@ class Replay(fx.Interpreter):
 
 
 # ---- inlining --------------------------------------------------------------------------------------------------------
-def inline_layers(graph: fx.Graph) -> fx.Graph:
+def inline_layers(graph: fx.Graph, which: Callable[[Entry], bool] = lambda entry: True) -> fx.Graph:
     """A copy of a traced graph with the nodes of its own symbolic graph in place of each opaque compiled layer.
+
+    which: entries that are opened; others stay nodes.
 
     Equal layers are one entry, whose nodes have the line that called it when it was traced, perhaps in another program:
     they get the line of its first call in this one.
     """
     flat = fx.Graph()
-    out = _copy_into(flat, graph, None, {})
+    out = _copy_into(flat, graph, None, {}, which)
     flat.output(out)
     return flat
 
 
-def _copy_into(flat, graph, arguments, lines):
+def _copy_into(flat, graph, arguments, lines, which):
     """Copy nodes; `arguments` stand for the placeholders (None: copy these too). -> what the graph returns.
 
     lines: the user's lines that are replaced, and by which.
@@ -179,8 +190,8 @@ def _copy_into(flat, graph, arguments, lines):
         elif node.op == "get_attr":
             constant = functools.reduce(getattr, node.target.split("."), graph.owning_module)
             copied[node] = flat.call_function(_constant_function(constant))
-        elif entry is not None:
-            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0]), inner))
+        elif entry is not None and which(entry):
+            copied[node] = tuple(_copy_into(flat, entry.graph_module.graph, lookup(node.args[0]), inner, which))
         elif node.target is operator.getitem and isinstance(copied[node.args[0]], tuple):
             copied[node] = copied[node.args[0]][node.args[1]]
         else:

@@ -30,7 +30,17 @@ from fmegatron.step.torch_private import (
 from fmegatron.step.tracing import make_fakes, record, recorded
 from fmegatron.tree import structure
 
-__all__ = ["Joint", "Partition", "Policy", "has_gradient", "joint_graph", "partition", "require_policy"]
+__all__ = [
+    "Joint",
+    "Partition",
+    "Policy",
+    "base_of",
+    "functional",
+    "has_gradient",
+    "joint_graph",
+    "partition",
+    "require_policy",
+]
 
 Policy = str | float | Callable
 
@@ -131,7 +141,8 @@ def joint_graph(inputs: tuple[Any, Any, tuple, dict], name: str, trained: Sequen
     raw = recorded(recorder, name)
     x, weights, rest, named = inputs
     require_pure(raw, [*tree.paths((x, weights, *rest)), *tree.paths(named), *["gradient"] * len(taken)])
-    call.joint = Joint(_functionalize(raw, fakes, tangents, mode), fakes, tangents, nesting, wanted, taken, mode)
+    graph_module = functional(raw, (fakes, tangents), mode, inductor_decompositions())
+    call.joint = Joint(graph_module, fakes, tangents, nesting, wanted, taken, mode)
 
 
 def has_gradient(t: torch.Tensor) -> bool:
@@ -139,24 +150,25 @@ def has_gradient(t: torch.Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _functionalize(raw, fakes, tangents, mode) -> torch.fx.GraphModule:
-    """The same graph without in-place ops, under Inductor's decompositions; every node keeps its line."""
-    for node in raw.graph.nodes:
+def functional(graph_module, fakes: Sequence, mode, decompositions: Any = None) -> torch.fx.GraphModule:
+    """The same graph without in-place ops, under decompositions; every node keeps its line. fakes: (the first of
+    what it takes, the others)."""
+    for node in graph_module.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")
 
     def replay(primals, tangents):  # the partitioner separates inputs by these two names
-        return Replay(raw).run(*primals, *tangents)
+        return Replay(graph_module).run(*primals, *tangents)
 
     with torch.no_grad(), mode, fx_traceback.preserve_node_meta():
-        graph_module = make_fx(
-            torch.func.functionalize(replay, remove="mutations"), decomposition_table=inductor_decompositions()
-        )(fakes, tangents)
-    graph_module.graph.eliminate_dead_code()
-    for node in graph_module.graph.nodes:
+        found = make_fx(torch.func.functionalize(replay, remove="mutations"), decomposition_table=decompositions)(
+            *fakes
+        )
+    found.graph.eliminate_dead_code()
+    for node in found.graph.nodes:
         node.meta["at"] = node.meta.get("stack_trace") or "?"
         mutable = isinstance(node.target, Op) and torch_private.schema_of(node.target).is_mutable
         assert not mutable, f"{node.target} survived functionalization"
-    return graph_module
+    return found
 
 
 def require_policy(save: Any) -> None:
@@ -188,8 +200,8 @@ def partition(joint: Joint, policy: Policy) -> Partition:
     else:
         wanted = _read_by_backward(graph, ys)
         if callable(policy):
-            wanted = [n for n in wanted if _base(n).op == "placeholder" or policy(_base(n))] + list(primals)
-    wanted = [n for n in _bases(wanted) if n not in tangents]
+            wanted = [n for n in wanted if base_of(n).op == "placeholder" or policy(base_of(n))] + list(primals)
+    wanted = [n for n in bases_of(wanted) if n not in tangents]
     probe = extract_subgraph(graph, wanted + tangents, grads, "backward")
     used = {p.name for p in probe.find_nodes(op="placeholder") if p.users}
     kept = [n for n in wanted if n.op == "placeholder" and n.name in used]
@@ -247,7 +259,7 @@ def _is_view(node) -> bool:
     return any(r.alias_info is not None for r in torch_private.schema_of(node.target).returns)
 
 
-def _base(node: Any) -> Any:
+def base_of(node: Any) -> Any:
     """What a view looks at. Views are never saved: outputs of an opaque node alias neither inputs nor each other."""
     while node.op == "call_function":
         stated = declared_in(node)
@@ -257,8 +269,8 @@ def _base(node: Any) -> Any:
     return node
 
 
-def _bases(nodes) -> list:
+def bases_of(nodes) -> list:
     """Bases without repeats; a node with several outputs (attention) is saved output by output."""
-    bases = list(dict.fromkeys(map(_base, nodes)))
+    bases = list(dict.fromkeys(map(base_of, nodes)))
     split = [m for n in bases for m in (n.users if isinstance(n.meta["val"], (tuple, list)) else [n])]
     return list(dict.fromkeys(split))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives.known_ranks import recorded_mesh
+from fmegatron.collectives import known_ranks
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree.labels import alike
@@ -32,7 +32,7 @@ def on_second_device(traced: Traced, fn: Callable, args: tuple) -> tuple[str, st
             return alike(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), x)
 
     try:
-        trace(fn, tree.map(moved, args), mesh=recorded_mesh())
+        trace(fn, tree.map(moved, args), mesh=known_ranks.recorded_mesh())
     except ValueError as error:
         lines = list(dict.fromkeys(traced.made_here))
         others = f", also made without a device: {', '.join(lines[1:])}" if lines[1:] else ""

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
 from fmegatron.collectives import kinds, known_ranks, rank_counts
-from fmegatron.collectives.known_ranks import Recorded, recorded_mesh
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import layout, notation
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
@@ -112,7 +111,13 @@ class Traced:
 
 
 def trace(
-    fn: Callable, args: tuple, *, fake_mode=None, mesh: layout.Mesh | None = None, reads: Seen | None = None
+    fn: Callable,
+    args: tuple,
+    *,
+    fake_mode=None,
+    mesh: layout.Mesh | None = None,
+    reads: Seen | None = None,
+    stages: bool = False,
 ) -> Traced:
     """Run `fn(*args)` once on fake tensors and return its flat graph.
 
@@ -120,7 +125,7 @@ def trace(
     all other leaves are constants of the graph. `fn` may be any Python over torch, with `value_and_grad`, collectives
     on symbolic axes and compiled layers inside.
     mesh: of the ranks that will run it, where the arguments do not know theirs; within another trace, that of this one.
-    reads: who notes the functions that are entered (`step.watched`).
+    reads: who notes the functions that are entered (`step.watched`). stages: whether marks of stages are recorded.
     Raises ValueError naming the line if `fn` changes an argument in place, reads the value of a tensor (`if x > 0`),
     uses a tensor that is not an argument, draws random numbers from a generator (`step.purity`), or returns tensors in
     what is no tree (a set, a dataclass, a generator). Numbers of Python's and numpy's generators are constants of the
@@ -141,7 +146,7 @@ def trace(
     of_paths = {storage_of(x): path for x, path in zip(fakes, in_paths, strict=True)}
     made_here: list[str] = []
     second = any(x.is_meta for x in leaves if isinstance(x, torch.Tensor))
-    with record(mode, name, known or mesh, of_paths, made_here, second, reads) as recorder:
+    with record(mode, name, known or mesh, of_paths, made_here, second, reads, stages) as recorder:
         for x, label in zip(recorder.inputs(fakes), labels, strict=True):
             if label is not None:
                 labelled(x, label.layout)
@@ -195,13 +200,15 @@ def record(
     made_here: list[str] | None = None,
     second: bool = False,
     reads: Seen | None = None,
+    stages: bool = False,
 ) -> Iterator[Recorder]:
     """Context in which ops on fake tensors of the mode are recorded, each with its source line; one autograd thread,
     because dispatch modes are per thread. `recorded` gives the graph, behind it. mesh: of the ranks that will run it;
     None: that of the trace around it, where there is one. paths: of the arguments by their memory (`storage_of`), which
     errors name. made_here: takes lines, as `Traced` has them. second: whether the arguments are on the device meta.
-    reads: who notes what is entered (`step.watched`); None: who does of the trace around."""
-    root = Recorded(mesh or recorded_mesh(), reads or known_ranks.recorded_reads())
+    reads: who notes what is entered (`step.watched`); None: who does of the trace around. stages: as `Recorded` has
+    it."""
+    root = known_ranks.Recorded(mesh or known_ranks.recorded_mesh(), reads or known_ranks.recorded_reads(), stages)
     with (
         explained(name, paths, second),
         quiet_about_shapes(),

@@ -17,6 +17,7 @@ from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.microbatches import accumulated, alone, require_parts
 from fmegatron.step.offload import fetched, stored
+from fmegatron.step.pipeline.pipeline import Pipeline, staged
 from fmegatron.step.reduce import known_as, reduced_to
 from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.tracing import described
@@ -33,7 +34,7 @@ def build_train_step(
     *,
     strategy: DataParallel | None = None,
     precision: Precision | None = None,
-    microbatches: int = 1,
+    microbatches: int | Pipeline = 1,
     weight: str | None = None,
     twice: bool = False,
     with_sample_ids: bool = False,
@@ -61,6 +62,8 @@ def build_train_step(
         microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
             microbatches)`, so that microbatch m is the same rows on every mesh (`loop.Run` and `loop.own_rows` do
             that, and a jit refuses another layout of arrays that know theirs).
+            On a mesh with pp a `Pipeline`: its stages compute as many as its table has (`step.pipelined`); where pp is
+            1 it is that number.
         weight: of a loss that is a tensor, see `accumulate`; it is the mean over all tokens if the metrics have
             "tokens".
         twice: counts may depend on the parameters with several microbatches, for one more forward pass of each.
@@ -92,6 +95,7 @@ def build_train_step(
         axes = Axes(mesh) if strategy is None else Axes(mesh, data=mesh.axes(strategy.tokens))
     _require_arguments(layouts, axes)
     strategy = strategy or DataParallel(axes.data)
+    microbatches, pipeline = _microbatches(microbatches, axes, weight, twice)
     _require_known_axes(axes, strategy, layouts)
     trained_at = placements(tree.partition(layouts, optimizer.trains)[0], strategy)
     wires, summed = (
@@ -106,12 +110,14 @@ def build_train_step(
 
     def reduced(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
-        to = trained_at.grads if microbatches > 1 else trained_at.optim
+        to = trained_at.grads if microbatches > 1 and pipeline is None else trained_at.optim
         return reduced_to(grads, trained_at.params, axes, to, wires, bucket_bytes)
 
     def with_microbatches(loss: Callable) -> tuple[LossFn, Callable]:
         cast = None if precision is None else summed
         of = LossFn(loss, axes, cast, functools.partial(_require_metrics, loss_fn), microbatches)
+        if pipeline is not None:
+            return of, staged(of, pipeline, summed)
         return of, accumulated(of, reduced, weight, summed, twice)
 
     plain, general = with_microbatches(loss_fn), with_microbatches(of_trained)
@@ -127,7 +133,16 @@ def build_train_step(
         if with_sample_ids:
             batch = _with_samples(batch, state.step, strategy, axes, microbatches)
         (of, several), more = (general, (frozen,)) if with_sample_ids or tree.leaves(frozen) else (plain, ())
-        if microbatches == 1:
+        if pipeline is not None:
+            if tree.leaves(frozen):
+                raise ValueError(
+                    f"build_train_step: got a pipeline and parameters that the optimizer does not train "
+                    f"({tree.paths(frozen)[0]!r}), wanted all trained, as stages know those that they train alone; "
+                    "leave the pipeline out"
+                )
+            loss, metrics, grads, whole = several(trained, batch, more, scale)
+            grads = reduced(grads)
+        elif microbatches == 1:
             with of.differentiated(trained, scale) as call:
                 call.returned = of.loss_fn(call.params, batch, *more)
             loss, metrics, grads, whole = alone(of, call.gradient, trained, weight)
@@ -175,6 +190,27 @@ def _require_metrics(loss_fn: Callable, metrics: Any) -> None:
             "metric 'grad_norm': got one of loss_fn, wanted another name, as the step reports the norm of all "
             "gradients under this one; rename yours, such as 'own_grad_norm'"
         )
+
+
+def _microbatches(given: int | Pipeline, axes: Axes, weight: str | None, twice: bool) -> tuple[int, Pipeline | None]:
+    """(how many there are, the pipeline that computes them). ValueError for stages without a pipeline, and for what a
+    pipeline cannot do."""
+    stages = axes.mesh["pp"] if isinstance(axes, Axes) else 1
+    if not isinstance(given, Pipeline):
+        if stages > 1:
+            raise ValueError(
+                f"build_train_step: mesh {axes.mesh}: got pp of {stages} and microbatches={given}, wanted a pipeline, "
+                "which says what its ranks compute; give microbatches=Pipeline(schedules.one_f_one_b(p, count), "
+                "stages), or a mesh without pp"
+            )
+        return given, None
+    if stages > 1 and (weight is not None or twice):
+        what = f"weight={weight!r}" if weight is not None else "twice=True"
+        raise ValueError(
+            f"build_train_step: got a pipeline and {what}, wanted counts that are known before the first backward; "
+            "return step.mean(total, count) from the loss, and leave it out"
+        )
+    return given.table.microbatches, given if stages > 1 else None
 
 
 def _layouts_of(layouts: Any) -> Any:

@@ -16,8 +16,10 @@ from fmegatron.collectives import kinds, table
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.graph import nodes
+from fmegatron.step.pipeline import entry as pipeline
 from fmegatron.step.real_strides import that_copies
 from fmegatron.step.torch_private import UNSAFE_VIEW
+from fmegatron.testing.pipelines import simulated
 
 __all__ = ["interpret"]
 
@@ -113,8 +115,12 @@ def interpret(
             if node.op == "output":
                 return [values[n] for n in node.args[0]], (values if keep else {})
             collective = kinds.collective_of(node.target)
+            entry = nodes.entry_of(node)
             if node.op == "placeholder":
                 out = next(given)
+            elif isinstance(entry, pipeline.PipelineEntry) and entry.plan is not None:
+                found = simulated(entry.plan, [values[n] for n in nodes.items_of(node.args[0])], mesh, interpret)
+                out = [list(row) for row in zip(*found, strict=True)]
             elif collective:
                 out = _communicate(collective, node, values, mesh)
             else:

@@ -20,6 +20,7 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import batch_rows, opaque, second_device, trace, tracing
+from fmegatron.step.pipeline import entry
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.relate import numbers
 from fmegatron.testing.widen import wide_column, widened
@@ -316,7 +317,7 @@ def simulate(
     fault = second_device.on_second_device(traced, step, given) if mesh.size > 1 else None
     other = "" if fault is None else f"{fault[0]}: made without a device; on a second device {fault[1]}"
     traced = widened(traced) if fp64 else traced
-    flat = opaque.inline_layers(traced.graph_module.graph)
+    flat = opaque.inline_layers(traced.graph_module.graph, lambda one: not isinstance(one, entry.PipelineEntry))
     ran = _run(traced, flat, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
     return replace(ran, on_second_device=other)
 

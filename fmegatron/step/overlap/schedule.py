@@ -177,5 +177,5 @@ def _ordered(
 def _beside(node: fx.Node, world: World | None) -> int:
     """Bytes that a node of a lowered graph takes beside its arguments and results."""
     if is_layer(node):
-        return entry_of(node).program.beside
+        return entry_of(node).beside
     return beside_exchange(node, world) if is_start(node) else 0

@@ -1,0 +1,293 @@
+"""What the node of a pipeline runs: the same as its uncut graph, by stages.
+
+The graph of the entry is that of the step without stages: stacks are gathered over pp, the gradients of all
+microbatches are computed one after the other, and each rank keeps those of what it holds. It is what a check reads.
+What runs is the table: each rank the parts of its stages. At the end all ranks of pp sum the terms of leaves that all
+of them hold, and what metrics are made of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmegatron.collectives import Axes, World, ops
+from fmegatron.layout import Layout
+from fmegatron.step.batch_rows import cut_rows
+from fmegatron.step.opaque import Entry, Replay
+from fmegatron.step.operators import defined, free_name
+from fmegatron.step.passes import Target
+from fmegatron.step.pipeline.cut import GRADS, Parts
+from fmegatron.step.pipeline.run import Held, over_ranks
+from fmegatron.step.pipeline.table import Message, Table
+from fmegatron.step.torch_private import graph_module_of, outside_of_tracing
+from fmegatron.step.tracing import make_fakes, trace
+
+__all__ = ["PipelineEntry", "Plan"]
+
+
+@dataclass(eq=False)
+class Plan:
+    """How a pipeline computes the gradients of a batch.
+
+    takes: the paths of the node's inputs: "0/..." parameters, "1/..." the batch, others as they are. grads: the paths
+    of the gradients that it gives behind the metrics of each microbatch, one for each parameter, in order. layouts: of
+    the parameters. dtypes: of the sums of gradients. root: the module whose constants the graphs read. fakes: of the
+    inputs.
+    """
+
+    table: Table
+    parts: Parts
+    takes: list[str]
+    layouts: dict[str, Layout]
+    dtypes: dict[str, torch.dtype]
+    axes: Axes
+    root: Any
+    fakes: list
+    fake_mode: Any
+    name: str
+    _entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
+    _last: Entry | None = None
+
+    def entry(self, kind: str, stage: int) -> Entry:
+        """What computes a part: made once."""
+        if (kind, stage) not in self._entries:
+            module = graph_module_of(self.root, self.parts.of[kind, stage].graph)
+            fakes = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+            self._entries[kind, stage] = Entry.make(f"{self.name}_{kind}{stage}", module, fakes, self.fake_mode)
+        return self._entries[kind, stage]
+
+    def splits(self, path: str) -> bool:
+        """Whether pp splits the layers of a parameter, so that a rank holds some of them."""
+        return "pp" in self.layouts[path].axes(0)
+
+    def blocks(self, path: str, rank: int) -> list[int]:
+        """The layers of a stacked parameter that a rank of pp holds, in their order there."""
+        layout = self.layouts[path]
+        if not self.splits(path):
+            return list(range(layout.shape[0]))
+        found = sorted(layout.segments(layout.mesh.rank(pp=rank), 0), key=lambda s: s.local)
+        return [s.start + i for s in found for i in range(s.length)]
+
+    @property
+    def summed(self) -> list[str]:
+        """The parameters that all ranks of pp hold: the terms of their gradients are summed over it."""
+        return [path for path in self.layouts if not self.splits(path)]
+
+    def sides(self) -> list[tuple[int, str, int]]:
+        """(stage, name, microbatch) of what metrics are made of, in the order in which it is exchanged."""
+        named = [(stage, name) for stage, names in enumerate(self.parts.sides) for name in names]
+        return [(stage, name, i) for stage, name in named for i in range(self.table.microbatches)]
+
+    def like(self, kind: str, stage: int, name: str) -> torch.Tensor:
+        """A fake tensor like a value that a part gives."""
+        part = self.parts.of[kind, stage]
+        outs: Any = part.graph.output_node().args[0]
+        return outs[part.gives.index(name)].meta["val"]
+
+    def require_placement(self, who: str) -> None:
+        """ValueError, naming the leaf, where a stage reads a layer that its rank does not hold."""
+        for (_, stage), part in self.parts.of.items():
+            rank = self.table.place[stage]
+            for name in part.takes:
+                path, layer = _layer(name)
+                if not name.startswith("0/") or path not in self.layouts or not self.splits(path):
+                    continue
+                if layer is None:
+                    raise ValueError(
+                        f"{who}: {path!r}: got {self.layouts[path]}, whose layers stage {stage} reads together, wanted "
+                        "a stack that is taken apart once; for w in unstack(params): ..."
+                    )
+                if layer not in self.blocks(path, rank):
+                    held = [r for r in range(self.table.ranks) if layer in self.blocks(path, r)]
+                    raise ValueError(
+                        f"{who}: {path!r}: got {self.layouts[path]}, by which layer {layer} rests on rank {held[0]} of "
+                        f"pp, wanted it on rank {rank}, which computes it in stage {stage}; split the stack as the "
+                        'stages are placed (Split("pp", parts=2) of two a rank), or give other stages'
+                    )
+        for name in self.parts.metrics.takes:
+            if name.startswith("0/") and (_layer(name)[1] is not None or self.splits(name.removeprefix("0/"))):
+                raise ValueError(
+                    f"{who}: got a metric of the parameter {name.removeprefix('0/')!r} itself, wanted it "
+                    "made of values of one stage; compute it outside of the loss"
+                )
+
+    def last(self) -> Entry:
+        """What all ranks of pp run behind the table: (inputs, sides, terms) -> [metrics of each microbatch, sums]."""
+        if self._last is None:
+            metrics, n = self.parts.metrics, self.table.microbatches
+            module = graph_module_of(self.root, metrics.graph)
+            sides = self.sides()
+            shapes = [self.like("F", stage, name) for stage, name, _ in sides]
+            buffers = [self.buffer_like(path) for path in self.summed]
+
+            def finish(inputs, given, terms):
+                wire = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in (*given, *terms)]
+                together = ops.psum_many(wire, self.axes["pp"]) if wire else []
+                known = {
+                    (name, i): x.to(like.dtype) for (_, name, i), x, like in zip(sides, together, shapes, strict=False)
+                }
+                found = []
+                for i in range(n):
+                    values = [
+                        known[name, i] if (name, i) in known else self.of_microbatch(inputs, name, i)
+                        for name in metrics.takes
+                    ]
+                    found += Replay(module).run(*values)
+                return [x.clone() for x in found], together[len(sides) :]
+
+            with outside_of_tracing():
+                traced = trace(finish, (self.fakes, shapes, buffers), mesh=self.axes.mesh)
+            self._last = Entry.make(f"{self.name}_end", traced.graph_module, traced.fakes, traced.fake_mode)
+        return self._last
+
+    def buffer_like(self, path: str) -> torch.Tensor:
+        """A fake tensor like the sum of the gradients of a parameter."""
+        x = self.fakes[self.takes.index(f"0/{path}")]
+        return make_fakes([torch.empty(x.shape, dtype=self.dtypes[path], device="meta")], self.fake_mode)[0].to(
+            x.device
+        )
+
+    def of_microbatch(self, inputs: Any, path: str, i: int) -> Any:
+        """What microbatch i reads of an input."""
+        x = inputs[self.takes.index(path)]
+        return cut_rows(x, self.table.microbatches)[i] if path.startswith("1/") else x
+
+
+def _layer(name: str) -> tuple[str, int | None]:
+    """(path of the parameter, its layer) of "0/blocks/w[3]"."""
+    found = re.fullmatch(r"(?:0/)?(.*?)(?:\[(\d+)\])?", name.removeprefix(GRADS))
+    assert found is not None, name
+    return found[1], None if found[2] is None else int(found[2])
+
+
+class RankOfPipeline:
+    """One rank of pp: its leaves, the sums of its gradients, and how its parts are run.
+
+    run: (entry of a part, values) -> what it gives. Values are tensors, or those of several ranks: `each` applies a
+    function of tensors to them.
+    """
+
+    def __init__(self, plan: Plan, rank: int, inputs: list, run: Callable, each: Callable):
+        self.plan, self.rank, self.inputs, self.each = plan, rank, dict(zip(plan.takes, inputs, strict=True)), each
+        paths = list(plan.layouts)
+        self.sums = {
+            p: each(lambda x, p=p: torch.zeros(x.shape, dtype=plan.dtypes[p], device=x.device), self.inputs[f"0/{p}"])
+            for p in paths
+        }
+        self.places = {p: {block: at for at, block in enumerate(plan.blocks(p, rank))} for p in paths if self._stack(p)}
+        self.held = Held(
+            plan.table, plan.parts, rank, lambda k, s, values: run(plan.entry(k, s), values), self.given, self.add
+        )
+
+    def _stack(self, path: str) -> bool:
+        return bool(self.plan.layouts[path].shape)
+
+    def given(self, name: str, i: int) -> Any:
+        """An input of a part."""
+        if name in self.inputs:
+            n, x = self.plan.table.microbatches, self.inputs[name]
+            return self.each(lambda x: x.chunk(n, 0)[i], x) if name.startswith("1/") else x
+        path, layer = _layer(name)
+        assert layer is not None, f"{name} is an input"
+        return self.each(lambda x: x[self.places[path][layer]], self.inputs[f"0/{path}"])
+
+    def add(self, name: str, value: Any, _: int) -> None:
+        """Add a term to the gradient of a parameter, or of one of its layers."""
+        path, layer = _layer(name)
+        if layer is None:
+            self.each(lambda total, x: total.add_(x), self.sums[path], value)
+        elif layer in self.places[path]:
+            self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sums[path], value)
+
+    def shares(self) -> tuple[list, list]:
+        """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp)."""
+        plan, like = self.plan, next(iter(self.inputs.values()))
+        sides = []
+        for stage, name, i in plan.sides():
+            if plan.table.place[stage] == self.rank:
+                sides.append(self.held.sides[name, i])
+            else:
+                v = plan.like("F", stage, name)
+                sides.append(self.each(lambda x, v=v: torch.zeros(v.shape, dtype=v.dtype, device=x.device), like))
+        return sides, [self.sums[path] for path in plan.summed]
+
+    def results(self, last: list) -> list:
+        """What the node gives, of what all ranks gave each other at the end."""
+        plan = self.plan
+        count = len(last) - len(plan.summed)
+        together = dict(zip(plan.summed, last[count:], strict=True))
+        return [*last[:count], *(together.get(path, self.sums[path]) for path in plan.layouts)]
+
+
+class PipelineEntry(Entry):
+    """The entry of a pipeline's node. plan: how its graph is computed by stages."""
+
+    plan: Plan | None = None
+
+    def bind(self, target: Target) -> Any:
+        """The parts of this rank, compiled for a target, with an operator."""
+        world = target.world
+        assert self.plan is not None, "who made it knows how it is computed"
+        if world is None:
+            raise ValueError(
+                f"{self.plan.name}: got no world, wanted one, as a pipeline runs on several ranks; give "
+                "jit(..., world=connect(mesh)), or look at the step with fmegatron.testing.simulate"
+            )
+        known = world.compiled.setdefault(self, {})
+        if target not in known:
+            known[target] = BoundPipeline(self, target, world, free_name(f"{self.name}_"))
+        return known[target]
+
+
+class BoundPipeline:
+    """A pipeline on real ranks: as `opaque.Bound`, of the parts of this rank."""
+
+    def __init__(self, entry: PipelineEntry, target: Target, world: World, name: str):
+        assert entry.plan is not None, "who made it knows how it is computed"
+        self.plan, self.target, self.world, self.graph_module = entry.plan, target, world, entry.graph_module
+        self.name, self.label = entry.name, entry.name.rpartition("_")[0]
+        self.rank = world.index(("pp",))
+        self.parts = {
+            part: part.bind(target)
+            for stage in self.plan.table.held(self.rank)
+            for kind in "FBW"
+            if self.plan.parts.of[kind, stage].gives
+            for part in [self.plan.entry(kind, stage)]
+        }
+        self.end = self.plan.last().bind(target)
+        self.op, self.library = defined("fmegatron_compiled", name, self, entry.out_meta)
+
+    @property
+    def beside(self) -> int:
+        """Bytes that a call takes beside its arguments and results, as planned: not known yet, of one part."""
+        return max((bound.beside for bound in self.parts.values()), default=0)
+
+    def compile(self) -> None:
+        """Compile the parts of this rank if that is not done yet."""
+        for bound in (*self.parts.values(), self.end):
+            bound.compile()
+
+    def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The table, on this rank."""
+        plan = self.plan
+        with torch.no_grad():
+            rank = RankOfPipeline(
+                plan, self.rank, list(tensors), lambda part, values: self.parts[part].op(values), _apply
+            )
+            over_ranks(rank.held, self.world, self._like)
+            return rank.results(self.end.op([*tensors, *(x for xs in rank.shares() for x in xs)]))
+
+    def _like(self, message: Message) -> torch.Tensor:
+        pair = (self.plan.parts.forward if message.kind == "F" else self.plan.parts.backward)[message.stage]
+        assert pair is not None, "a message has a value"
+        v = self.plan.like(message.kind, message.stage, pair[0])
+        return torch.empty(v.shape, dtype=v.dtype, device=self.world.device)
+
+
+def _apply(function: Callable, *values: Any) -> Any:
+    return function(*values)

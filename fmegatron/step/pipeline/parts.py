@@ -1,0 +1,240 @@
+"""A graph before it is cut: layers of stacked leaves apart, seeds as constants, terms of sums by stage."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from fmegatron.collectives import kinds
+from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, user_line
+from fmegatron.step.opaque import Entry
+from fmegatron.step.partition import bases_of
+from fmegatron.step.torch_private import extract_subgraph, graph_module_of, opname
+
+__all__ = ["layers_apart", "reach", "seeds_as_constants", "split_backwards", "terms_by_stage"]
+
+_aten = torch.ops.aten
+_SAME = frozenset({"detach", "alias", "_to_copy", "convert_element_type"})  # or in another dtype
+_LINEAR = _SAME | {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "clone", "neg"}
+# Of these only shape, dtype and device of the first argument count: they are full of a value.
+_LIKE = MappingProxyType({"ones_like": 1, "zeros_like": 0, "new_zeros": 0, "new_ones": 1, "full_like": None})
+
+
+def reach(outputs: Iterable[Any], stop: Callable[[Any], bool]) -> tuple[set[Any], set[Any]]:
+    """(what outputs are made of, where that stopped)."""
+    todo, nodes, met = list(outputs), set(), set()
+    while todo:
+        n = todo.pop()
+        if stop(n):
+            met.add(n)
+        elif n not in nodes:
+            nodes.add(n)
+            todo += n.all_input_nodes
+    return nodes, met
+
+
+def seeds_as_constants(graph: fx.Graph) -> None:
+    """`ones_like(loss)` reads a shape alone: the seed of the backward does not depend on the loss."""
+    nodes: list[Any] = list(graph.nodes)
+    for n in nodes:
+        if opname(n.target) in _LIKE and isinstance(n.meta.get("val"), torch.Tensor):
+            v, fill = n.meta["val"], _LIKE[opname(n.target)]
+            fill = n.args[1] if fill is None else fill
+            with graph.inserting_before(n):
+                new = graph.call_function(
+                    _aten.full.default, (list(v.shape), fill), {"dtype": v.dtype, "device": v.device}
+                )
+            new.meta = dict(n.meta)
+            n.replace_all_uses_with(new)
+            graph.erase_node(n)
+
+
+def layers_apart(
+    graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], grads: str
+) -> tuple[dict[fx.Node, str], dict[str, fx.Node]]:
+    """({placeholder: path}, {path of an output: node}), with a placeholder "path[i]" for each layer of a leaf that the
+    graph takes apart once (`unbind` on dim 0), and an output "path[i]" for the gradient of each. Changes the graph.
+
+    grads: how paths of gradients begin. The graph has no outputs of its own any more.
+    """
+    given = list(zip(graph.find_nodes(op="placeholder"), takes, strict=True))
+    outs: dict[str, Any] = dict(zip(gives, items_of(graph.output_node().args[0]), strict=True))
+    inputs: dict[fx.Node, str] = {}
+    stacked = set()
+    for node, path in given:
+        chain = _stack_of(node) if path.startswith("0/") else None
+        if chain is None:
+            inputs[node] = path
+            continue
+        stacked.add(path.removeprefix("0/"))
+        *casts, unbind = chain
+        last = node
+        for item in sorted(unbind.users, key=lambda n: n.args[1]):
+            i = item.args[1]
+            with graph.inserting_after(last):
+                new = last = graph.placeholder(f"{node.name}_l{i}")
+            new.meta = {**node.meta, "val": item.meta["val"].new_empty(node.meta["val"].shape[1:])}
+            value = new
+            with graph.inserting_before(unbind):
+                for link in casts:
+                    value = graph.node_copy(link, lambda _, v=value: v)
+                    value.meta = {**link.meta, "val": item.meta["val"]}
+            item.replace_all_uses_with(value)
+            inputs[new] = f"{path}[{i}]"
+        for old in (*unbind.users, unbind, *reversed(casts)):
+            graph.erase_node(old)
+    found: dict[str, fx.Node] = {}
+    for path, node in outs.items():
+        tail, top = [], node
+        while opname(top.target) in _SAME:
+            tail.append(top)
+            top = top.args[0]
+        if not path.startswith(grads) or path.removeprefix(grads) not in stacked:
+            found[path] = node
+        elif top.target is _aten.stack.default and not top.args[1:]:
+            for i, g in enumerate(top.args[0]):
+                value = g
+                with graph.inserting_before(graph.output_node()):
+                    for link in reversed(tail):
+                        value = graph.node_copy(link, lambda _, v=value: v)
+                        value.meta = {**link.meta, "val": link.meta["val"][i]}
+                found[f"{path}[{i}]"] = value
+        else:
+            found[path] = node
+    graph.output_node().args = ([*dict.fromkeys(found.values())],)
+    graph.eliminate_dead_code()
+    alive = set(graph.nodes)
+    return {n: path for n, path in inputs.items() if n in alive}, found
+
+
+def _stack_of(node: fx.Node) -> list[Any] | None:
+    """Of a leaf that is taken apart once, and read in no other way, the casts before the unbind, and this."""
+    chain: list[Any] = []
+    last: Any = node
+    while len(last.users) == 1:
+        last = next(iter(last.users))
+        chain.append(last)
+        if last.target is _aten.unbind.int:
+            return chain if len(last.args) < 2 or last.args[1] == 0 else None
+        if opname(last.target) not in _SAME:
+            return None
+    return None
+
+
+def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], who: str) -> dict[int, fx.Node]:
+    """{stage: its term} of a gradient to which perhaps several stages add, as to a table that is tied: sums are taken
+    apart, and what is linear is applied to each term. home: of each node the stages that it is made of; new ones are
+    added. ValueError for what is no sum of terms of one stage each."""
+    stages = home[node]
+    if len(stages) <= 1:
+        return {next(iter(stages), 0): node}
+    if node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
+        found: dict[int, fx.Node] = {}
+        for x in node.args:
+            for s, term in terms_by_stage(graph, x, home, who).items():
+                found[s] = _noted(graph, home, s, node, (found[s], term)) if s in found else term
+        return found
+    if opname(node.target) in _LINEAR:
+        terms = terms_by_stage(graph, node.args[0], home, who)
+        return {s: _noted(graph, home, s, node, (term, *node.args[1:])) for s, term in terms.items()}
+    if node.target is operator.getitem:
+        whole, i = node.args
+        collective = kinds.collective_of(whole.target)
+        if collective is not None and collective.name in ("reduce_scatter", "psum"):
+            return _through(graph, node, whole, i, home, who)
+    raise ValueError(
+        f"{who}: got a gradient of stages {', '.join(map(str, sorted(stages)))} together ({node.target} at "
+        f"{user_line(node.meta.get('at', '?'))}), wanted a sum of one term for each stage, as nothing skips a stage: "
+        "read x = step.stage(x, n), and not the x before; another value goes from block to block with it (torch.cat), "
+        "or is detached; a stack is taken apart once"
+    )
+
+
+def _through(graph, node, whole, i, home, who) -> dict[int, fx.Node]:
+    """The terms of one of the results of a sum over ranks."""
+    count, found = len(whole.args[0]), {}
+    rest = [[x[i]] if isinstance(x, list | tuple) and len(x) == count else x for x in whole.args[3:]]
+    for s, term in terms_by_stage(graph, whole.args[0][i], home, who).items():
+        with graph.inserting_after(max(node, term)):
+            of_one = graph.call_function(whole.target, ([term], *whole.args[1:3], *rest), dict(whole.kwargs))
+        of_one.meta = {**whole.meta, "val": [whole.meta["val"][i]]}
+        with graph.inserting_after(of_one):
+            found[s] = graph.call_function(operator.getitem, (of_one, 0))
+        found[s].meta = dict(node.meta)
+        home[of_one] = home[found[s]] = {s}
+    return found
+
+
+def _noted(graph: fx.Graph, home: dict[fx.Node, set[int]], stage: int, like: Any, args: tuple) -> fx.Node:
+    """A node as `like`, of other arguments, behind it and them."""
+    with graph.inserting_after(max([like, *(x for x in args if isinstance(x, fx.Node))])):
+        new = graph.call_function(like.target, args, dict(like.kwargs))
+    new.meta = dict(like.meta)
+    home[new] = {stage}
+    return new
+
+
+# ---- compiled layers -------------------------------------------------------------------------------------------------
+def split_backwards(graph: fx.Graph) -> None:
+    """Make two nodes of the backward of each compiled layer: the gradient of its input, and those of its weights, which
+    another part of the pipeline computes. Equal backwards have one pair of entries."""
+    pairs: dict[Entry, tuple] = {}
+    for node in [n for n in graph.nodes if entry_of(n) is not None and entry_of(n).gradients]:
+        entry = entry_of(node)
+        if entry not in pairs:
+            pairs[entry] = _halves(entry)
+        (of_input, first), (of_weights, second) = pairs[entry]
+        given = items_of(node.args[0])
+        with graph.inserting_before(node):
+            dx, *between = _call(graph, node, of_input, [given[i] for i in first])
+            rest = _call(graph, node, of_weights, [*(given[i] for i in second), *between])
+        for user in list(node.users):
+            user.replace_all_uses_with([dx, *rest][user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _halves(entry: Entry) -> tuple[tuple[Entry, list[int]], tuple[Entry, list[int]]]:
+    """((entry of the gradient of the input, and of what the other needs of it; its inputs among those of both), (entry
+    of the gradients of the weights; of its inputs the first, behind which come these values))."""
+    graph = entry.graph_module.graph
+    inputs: list[Any] = graph.find_nodes(op="placeholder")
+    dx, *rest = items_of(graph.output_node().args[0])
+    of_gradient = set(inputs[len(inputs) - entry.gradients :])
+    for n in graph.nodes:
+        if any(m in of_gradient for m in n.all_input_nodes):
+            of_gradient.add(n)
+    nodes, _ = reach([dx], lambda n: n in inputs)
+    shared = {n for n in nodes if n in of_gradient}
+    _, met = reach(rest, lambda n: n in inputs or n in shared)
+    between = [n for n in bases_of(n for n in graph.nodes if n in met and n in shared) if n not in inputs]
+    _, first = reach([dx, *between], lambda n: n in inputs)
+    _, second = reach(rest, lambda n: n in inputs or n in between)
+    takes = [[n for n in inputs if n in used] for used in (first, second)]
+
+    def made(label: str, given: list, gives: list) -> Entry:
+        module = graph_module_of(entry.graph_module, extract_subgraph(graph, given, gives, label))
+        name = f"{entry.name.rpartition('_')[0]}_{label}"
+        return Entry.make(name, module, [n.meta["val"] for n in given], entry.fake_mode)
+
+    of_input, of_weights = made("dx", takes[0], [dx, *between]), made("dw", [*takes[1], *between], rest)
+    places = [[inputs.index(n) for n in given] for given in takes]
+    return (of_input, places[0]), (of_weights, places[1])
+
+
+def _call(graph: fx.Graph, like: fx.Node, entry: Entry, given: list) -> list[fx.Node]:
+    """A node that runs an entry -> its results."""
+    outs = items_of(entry.graph_module.graph.output_node().args[0])
+    node = graph.call_function(entry.op, (given,))
+    node.meta = {**like.meta, "val": [n.meta["val"] for n in outs], RUNS: entry}
+    items = []
+    for i, out in enumerate(outs):
+        items.append(graph.call_function(operator.getitem, (node, i)))
+        items[-1].meta = {**like.meta, "val": out.meta["val"]}
+        items[-1].meta.pop(RUNS)
+    return items

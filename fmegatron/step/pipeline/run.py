@@ -1,0 +1,141 @@
+"""A pipeline's table run: what one rank of it holds between its actions, and the program of a rank over real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fmegatron.collectives import World
+from fmegatron.step.pipeline.cut import Parts
+from fmegatron.step.pipeline.table import Action, Message, Table, programs
+
+__all__ = ["Held", "over_ranks"]
+
+
+class Held:
+    """The values of one rank of a pipeline: tensors, or whatever else `run` takes and gives.
+
+    run: (kind, stage, values) -> what the part gives. given: (path of an input, microbatch) -> its value. add: hears
+    (path of a gradient, its term, microbatch). sides: {(name, microbatch): what M reads}.
+    """
+
+    def __init__(self, table: Table, parts: Parts, rank: int, run: Callable, given: Callable, add: Callable):
+        self.table, self.parts, self.rank, self.run, self.given, self.add = table, parts, rank, run, given, add
+        self.values: dict[tuple[str, int], Any] = {}
+        self.sides: dict[tuple[str, int], Any] = {}
+        self._dead: list[tuple[str, int]] = []
+        self._last = [self._lives(stage) for stage in range(parts.stages)]
+
+    def _lives(self, stage: int) -> dict[str, list[str]]:
+        """{kind: names of values of a stage that nothing of it reads behind an action of this kind}."""
+        last, own = {}, [pair[1] for pair in (self._before(stage), self._behind(stage)) if pair]
+        for kind in "FBW":
+            part = self.parts.of[kind, stage]
+            for name in (*part.takes, *(part.gives if kind != "W" else ()), *own):
+                last[name] = kind
+            own = [] if kind != "F" else [pair[1] for pair in (self._behind(stage),) if pair]
+        return {kind: [name for name, at in last.items() if at == kind] for kind in "FBW"}
+
+    def _before(self, stage: int) -> tuple[str, str] | None:
+        return self.parts.forward[stage - 1] if stage else None
+
+    def _behind(self, stage: int) -> tuple[str, str] | None:
+        return self.parts.backward[stage + 1] if stage + 1 < self.parts.stages else None
+
+    def do(self, action: Action) -> None:
+        """Run an action whose inputs are there."""
+        stage, i = action.stage, action.microbatch
+        self._let_go()
+        for kind in action.kind:
+            part = self.parts.of[kind, stage]
+            found = self.run(kind, stage, [self._value(name, i) for name in part.takes]) if part.gives else ()
+            for name, value in zip(part.gives, found, strict=True):
+                if kind == "W":
+                    self.add(name, value, i)
+                else:
+                    self.values[name, i] = value
+            if kind == "F":
+                self.sides |= {(name, i): self.values[name, i] for name in self.parts.sides[stage]}
+            pair, reader = self._pair(kind, stage), stage + (1 if kind == "F" else -1)
+            if pair is not None and self.table.place[reader] == self.rank:
+                self.values[pair[1], i] = self.values[pair[0], i]
+            self._dead += [(name, i) for name in self._last[stage][kind]]
+
+    def _pair(self, kind: str, stage: int) -> tuple[str, str] | None:
+        """(the name here, the name where it is read) of what an action gives to another stage."""
+        return {"F": self.parts.forward, "B": self.parts.backward}[kind][stage] if kind != "W" else None
+
+    def sent(self, message: Message) -> Any:
+        """What a message of this rank carries."""
+        pair = self._pair(message.kind, message.stage)
+        assert pair is not None, "a message has a value"
+        return self.values[pair[0], message.microbatch]
+
+    def receive(self, message: Message, value: Any) -> None:
+        """Take what a message to this rank carries."""
+        pair = self._pair(message.kind, message.stage)
+        assert pair is not None, "a message has a value"
+        self.values[pair[1], message.microbatch] = value
+
+    def end(self) -> None:
+        """Behind the last action: everything has been read."""
+        self._let_go()
+        assert not self.values, f"rank {self.rank} of pp: nobody has read {', '.join(map(str, self.values))}"
+
+    def _value(self, name: str, i: int) -> Any:
+        return self.values[name, i] if (name, i) in self.values else self.given(name, i)
+
+    def _let_go(self) -> None:
+        """Forget what was read for the last time: behind the messages that carry it."""
+        for key in self._dead:
+            self.values.pop(key, None)
+        self._dead.clear()
+
+
+def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]) -> None:
+    """Run the program of this rank: its actions, and between them what it sends and receives, in the table's order.
+
+    like: a message -> a tensor of the shape, dtype and device of what it carries. Sends are not waited for before the
+    end; a receive is posted where it stands in the program, and waited for where its value is read.
+    """
+    axis: tuple[str, ...] = ("pp",)
+    group, peers = world.group(axis), _peers(world)
+    sends: list[tuple[Any, torch.Tensor]] = []
+    coming: dict[tuple[str, int, int], tuple[Any, Message, torch.Tensor]] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    for item in programs(held.table)[held.rank]:
+        if isinstance(item, Action):
+            for key in _awaited(item):
+                if key in coming:
+                    work, message, value = coming.pop(key)
+                    work.wait()
+                    held.receive(message, value)
+            held.do(item)
+            continue
+        pair = item.source, item.target
+        tag = numbers[pair] = numbers.get(pair, -1) + 1
+        if item.source == held.rank:
+            value = held.sent(item).contiguous()
+            sends = [(work, x) for work, x in sends if not work.is_completed()]
+            sends.append((dist.isend(value, peers[item.target], group=group, tag=tag), value))
+        else:
+            value = torch.empty_like(like(item), memory_format=torch.contiguous_format)
+            work = dist.irecv(value, peers[item.source], group=group, tag=tag)
+            coming[item.kind, item.reader, item.microbatch] = work, item, value
+    for work, _ in sends:
+        work.wait()
+    held.end()
+
+
+def _awaited(action: Action) -> list[tuple[str, int, int]]:
+    kinds = [kind for kind in action.kind if kind in "FB"]
+    return [(kind, action.stage, action.microbatch) for kind in kinds]
+
+
+def _peers(world: World) -> Sequence[int]:
+    """The ranks along pp that have this rank's other coordinates."""
+    mesh = world.mesh
+    return [mesh.moved(world.rank, ("pp",), i) for i in range(mesh["pp"])]
