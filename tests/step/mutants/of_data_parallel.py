@@ -137,7 +137,7 @@ MUTANTS = (
       "grads = {k: g / scale for k, g in grads.items()}", "grads = {k: g / 1.0 for k, g in grads.items()}", "simulate",
       of="zero3"),
     M("scale_by_ranks", "The loss scale grows with the number of ranks.",
-      '.sum() / count * scale', '.sum() / count * scale * data.size', "simulate", of="hsdp"),
+      '.sum() / count * scale', '.sum() / count * scale * data.size', of="hsdp"),
     M("skip_local", "Each rank decides by its own shards whether a step counts.",
       "finite = norm.isfinite()", 'finite = grads["w1_DF"].isfinite().all()', "check", of="zero2"),
     M("skip_by_local_norm", "Each rank decides by the norm of its own shards.",
