@@ -209,7 +209,7 @@ class Shown(NamedTuple):
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
     factors: {name: the weights that are no Parts}. counts: {name: count of the whole batch}, where it is a number, of
     parts, of metrics and of the means among weights. dtypes: of the means. lines: `lines_of`. made_at: {name: the line
-    that made it}, for errors.
+    that made it}, for errors. ranks: {name: by how many ranks a total was divided (`_as_terms`)}, of which each counts.
     """
 
     totals: dict[str, dict[str, Tensor]]
@@ -218,13 +218,14 @@ class Shown(NamedTuple):
     dtypes: dict[str, torch.dtype]
     lines: dict[str, str]
     made_at: dict[str, str]
+    ranks: dict[str, int]
 
 
 def terms(
     parts: Mapping[str, Part], metrics: Mapping[str, Part], sums: Mapping[str, Tensor], axes: Axes, n: int
 ) -> tuple[Tensor, Shown]:
     """(this rank's share of the loss, differentiable, a pending sum; what is shown) of one of n microbatches."""
-    loss, shown = None, Shown({}, {}, {}, {}, lines_of([*parts.values(), *metrics.values()], axes), {})
+    loss, shown = None, Shown({}, {}, {}, {}, lines_of([*parts.values(), *metrics.values()], axes), {}, {})
     for name, part in parts.items():
         total = _as_terms(part, _total(name, part, sums, axes, n), axes)
         count = _count(f"{name}/count", part, sums, axes, n)
@@ -252,14 +253,12 @@ def terms(
 
 
 def _note(shown: Shown, kind: str, name: str, total: Tensor, part: Part, axes: Axes, count: Any) -> None:
-    shown_total = total.detach().double()
-    if _counts_one(part):  # it was divided by the ranks; what is shown has the count of all of them
-        ranks = _over(part, axes).axis.size
-        shown_total, count = shown_total * ranks, count * ranks
-    shown.totals.setdefault(_over(part, axes).key, {})[f"{kind} {name}"] = shown_total
+    shown.totals.setdefault(_over(part, axes).key, {})[f"{kind} {name}"] = total.detach().double()
     shown.dtypes[name], shown.made_at[name] = total.dtype, part.line
     if not isinstance(count, Tensor):
         shown.counts[name] = count
+    if _counts_one(part):
+        shown.ranks[name] = int(_over(part, axes).axis.size)
 
 
 def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
@@ -279,7 +278,7 @@ def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> 
         quotient, alive = value / count, count != 0
         means[name] = torch.where(alive, quotient, torch.nan).to(first.dtypes[name])
         if kind == "part":
-            counts[f"{name}/count"] = count
+            counts[f"{name}/count"] = count * first.ranks.get(name, 1)
             factor = functools.reduce(operator.mul, first.factors[name], 1.0)
             loss = loss + torch.where(alive, quotient, 0) * factor
     dtype = functools.reduce(torch.promote_types, [first.dtypes[name] for name in first.factors])
