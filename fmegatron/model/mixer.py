@@ -99,16 +99,29 @@ class Mixer(abc.ABC):
 
     `arrays` and `__call__` must be written. All others have defaults, which take nothing for granted: they refuse
     (`read`), or they say that something is not known, which plans then repeat. `PerToken` has those of a mixer whose
-    tokens do not look at each other; `Wrapped` is a mixer around another.
+    tokens do not look at each other; `Wrapped` is a mixer around another. A subclass of a mixer that reads
+    (`Attention`) with a call of its own, and no read, is a TypeError when it is defined: its texts would be those of
+    another model.
     """
 
     rope: Rope | None = None  # whose angles `at.angles` has; None: positions are not rotated
 
     def __init_subclass__(cls, **options: object) -> None:
-        """A field `rope` without a value is required, as in any dataclass: the None of this class is no default."""
+        """A field `rope` without a value is required, as in any dataclass: the None of this class is no default.
+
+        TypeError for a subclass with a `__call__` of its own and the `read` of a class that computes something else.
+        """
         super().__init_subclass__(**options)
         if "rope" in inspect.get_annotations(cls) and "rope" not in vars(cls):
             setattr(cls, "rope", field())  # noqa: B010  (a type checker knows no such field)
+        call, read = (next(base for base in cls.__mro__ if name in vars(base)) for name in ("__call__", "read"))
+        # That of Mixer refuses, and that of PerToken is the call.
+        if cls.__mro__.index(call) < cls.__mro__.index(read) and read not in (Mixer, PerToken):
+            raise TypeError(
+                f"{cls.__name__}.__call__: got one of its own and the read of {read.__name__}, wanted read of its own "
+                "too, as generation reads and does not call; write it, derive the class from model.Wrapped, which "
+                f"needs hooks only, or write read = {read.__name__}.read in the class if that reads what is called"
+            )
 
     @abc.abstractmethod
     def arrays(self, dim: int) -> Arrays:

@@ -50,7 +50,6 @@ class Wrapped(Mixer):
 
     def __init_subclass__(cls, **options: object) -> None:
         """TypeError for a subclass that defines, or inherits from elsewhere, what is final."""
-        super().__init_subclass__(**options)
         mine, fields = inspect.getattr_static, inspect.get_annotations(cls)
         for name in ("__call__", *(name for name in vars(Mixer) if not name.startswith("_"))):
             if name not in _EXTENDED and (name in fields or mine(cls, name) is not mine(Wrapped, name)):
@@ -59,6 +58,7 @@ class Wrapped(Mixer):
                     f"({', '.join(HOOKS)}), so that training and generation go the same way; write given for what goes "
                     "in and result for what comes out, or derive it from model.Mixer"
                 )
+        super().__init_subclass__(**options)
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
     def own(self, dim: int) -> dict[str, Arrays]:

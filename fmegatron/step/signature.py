@@ -35,9 +35,7 @@ def signature_of(leaves: list, labels: bool = False) -> list[tuple]:
     """
     if labels:
         return [
-            (x.shape, x.stride(), x.dtype, x.device, getattr(x, "_layout", None))
-            if isinstance(x, torch.Tensor)
-            else _constant(x)
+            (x.shape, x.stride(), x.dtype, x.device, label_of(x)) if isinstance(x, torch.Tensor) else _constant(x)
             for x in leaves
         ]
     return [

@@ -42,6 +42,19 @@ def test_a_wrapper_with_a_way_of_its_own_is_refused_when_it_is_defined(case):
         type("Own", bases, body)
 
 
+def test_a_subclass_with_a_call_and_the_read_of_another_is_refused_when_it_is_defined():
+    """It would train by its call, and generate by the inherited read, in silence."""
+    call, how = (lambda self, u, w, at: -Attention.__call__(self, u, w, at)), r"Half.__call__: .* the read of Attention"
+    with pytest.raises(TypeError, match=how):
+        type("Half", (Attention,), {"__call__": call})
+    with pytest.raises(TypeError, match=how):
+        type("Half", (type("Called", (), {"__call__": call}), Attention), {})
+    whole = type("Whole", (Attention,), {"__call__": call, "read": Mixin.read})
+    type("Below", (whole,), {})
+    type("Loud", (model.MLP,), {"__call__": call})  # read of PerToken is the call
+    type("Same", (Attention,), {"__call__": Attention.__call__, "read": Attention.read})
+
+
 @dataclass(frozen=True)
 class Unrated(model.Wrapped):
     """Its dropout is not among its rates, though the inner mixer has one of that name."""
