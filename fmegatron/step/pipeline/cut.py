@@ -25,7 +25,14 @@ from torch import fx
 from fmegatron.step.graph.nodes import node_of, user_line
 from fmegatron.step.partition import base_of
 from fmegatron.step.pipeline.marks import MARK
-from fmegatron.step.pipeline.parts import layers_apart, reach, seeds_as_constants, split_backwards, terms_by_stage
+from fmegatron.step.pipeline.parts import (
+    layer_of,
+    layers_apart,
+    reach,
+    seeds_as_constants,
+    split_backwards,
+    terms_by_stage,
+)
 from fmegatron.step.torch_private import extract_subgraph
 
 __all__ = ["Part", "Parts", "cut", "without_marks"]
@@ -38,7 +45,7 @@ class Part:
     """A graph of one stage.
 
     takes, gives: the names of its inputs and outputs: of values of one microbatch, or of inputs their paths:
-    "0/blocks/w[3]" is layer 3 of a stacked leaf, "0/head" a whole leaf, "1/tokens" of the batch.
+    "layer 3 of 0/blocks/w" of a stacked leaf, "0/head" a whole leaf, "1/tokens" of the batch.
     """
 
     graph: fx.Graph
@@ -103,7 +110,7 @@ class _Cut:
         marks = [[n for n in graph.nodes if n.target is MARK and n.args[1] == b] for b in begins]
         self.into = [found[0] for found in marks]
         self.back = [found[1] if len(found) > 1 else None for found in marks]
-        shown = [n for path, n in outs.items() if not path.startswith(GRADS)]
+        shown = [n for path, n in outs.items() if not _is_gradient(path)]
         self.forward, _ = reach([*shown, *self.into], lambda n: False)
         for n in graph.nodes:  # other results of the same op, such as what attention keeps for its backward
             if n.target is operator.getitem and n.args[0] in self.forward:
@@ -117,7 +124,7 @@ class _Cut:
         for n in self.graph.nodes:
             path = self.inputs.get(n)
             if path is not None:
-                (of_params if path.startswith("0/") else of_batch).add(n)
+                (of_params if layer_of(path)[0].startswith("0/") else of_batch).add(n)
             if any(m in of_params for m in n.all_input_nodes):
                 of_params.add(n)
             if any(m in of_batch for m in n.all_input_nodes):
@@ -165,11 +172,15 @@ class _Cut:
         """The parts of all stages."""
         grads: list[dict[str, fx.Node]] = [{} for _ in self.into]
         for path, node in self.outs.items():
-            if path.startswith(GRADS):
-                for s, term in terms_by_stage(self.graph, node, self.home, f"{self.who}: {path!r}").items():
-                    grads[s][path] = term
+            if not _is_gradient(path):
+                continue
+            terms = terms_by_stage(self.graph, node, self.home, f"{self.who}: {path!r}")
+            if not self.home[node]:  # of a loss that is linear in what the last stage makes
+                terms = {s: node for s in self._readers(path)}
+            for s, term in terms.items():
+                grads[s][path] = term
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}  # with the terms
-        shown = {path: n for path, n in self.outs.items() if not path.startswith(GRADS)}
+        shown = {path: n for path, n in self.outs.items() if not _is_gradient(path)}
         _, met = reach(shown.values(), lambda n: self._saved(n) and len(self.near[n]) == 1)
         sides = [self._sorted(n for n in met if self.near[n] == {s}) for s in range(self.stages)]
         of = {}
@@ -185,6 +196,21 @@ class _Cut:
             tuple(tuple(n.name for n in found) for found in sides),
             self._part(list(shown.values()), set(met), list(shown)),
         )
+
+    def _readers(self, path: str) -> list[int]:
+        """The first stage that reads a parameter, where its gradient has no stage; none where nothing reads it."""
+        todo: list[fx.Node] = [n for n, name in self.inputs.items() if name == path.replace(GRADS, "0/", 1)]
+        found, seen = set(), set()
+        while todo:
+            n = todo.pop()
+            for user in n.users:
+                if user in self.into:
+                    found.add(max(self.into.index(user) - 1, 0))
+                elif user in self.forward and user not in seen:
+                    seen.add(user)
+                    found |= self.near[user]
+                    todo += [] if self.near[user] else [user]
+        return [min(found)] if found else [0] if seen else []
 
     def _leaves(self, s: int) -> Any:
         """What stage s gives to the next one."""
@@ -250,6 +276,10 @@ class _Cut:
             "those of the stage before alone, as nothing skips a stage; let it go from block to block with x "
             "(torch.cat), or make stages in which it does not cross one"
         )
+
+
+def _is_gradient(path: str) -> bool:
+    return layer_of(path)[0].startswith(GRADS)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -8,7 +8,6 @@ of them hold, and what metrics are made of.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from fmegatron.step.opaque import Entry, Replay
 from fmegatron.step.operators import defined, free_name
 from fmegatron.step.passes import Target
 from fmegatron.step.pipeline.cut import GRADS, Parts
+from fmegatron.step.pipeline.parts import layer_of
 from fmegatron.step.pipeline.run import Held, over_ranks
 from fmegatron.step.pipeline.table import Message, Table
 from fmegatron.step.torch_private import graph_module_of, outside_of_tracing
@@ -91,11 +91,11 @@ class Plan:
 
     def require_placement(self, who: str) -> None:
         """ValueError, naming the leaf, where a stage reads a layer that its rank does not hold."""
-        for (_, stage), part in self.parts.of.items():
+        for (kind, stage), part in self.parts.of.items():
             rank = self.table.place[stage]
-            for name in part.takes:
+            for name in (*part.takes, *(part.gives if kind == "W" else ())):
                 path, layer = _layer(name)
-                if not name.startswith("0/") or path not in self.layouts or not self.splits(path):
+                if not layer_of(name)[0].startswith(("0/", GRADS)) or not self.splits(path):
                     continue
                 if layer is None:
                     raise ValueError(
@@ -110,9 +110,10 @@ class Plan:
                         'stages are placed (Split("pp", parts=2) of two a rank), or give other stages'
                     )
         for name in self.parts.metrics.takes:
-            if name.startswith("0/") and (_layer(name)[1] is not None or self.splits(name.removeprefix("0/"))):
+            path, layer = _layer(name)
+            if layer_of(name)[0].startswith("0/") and (layer is not None or self.splits(path)):
                 raise ValueError(
-                    f"{who}: got a metric of the parameter {name.removeprefix('0/')!r} itself, wanted it "
+                    f"{who}: got a metric of the parameter {path!r} itself, wanted it "
                     "made of values of one stage; compute it outside of the loss"
                 )
 
@@ -159,10 +160,9 @@ class Plan:
 
 
 def _layer(name: str) -> tuple[str, int | None]:
-    """(path of the parameter, its layer) of "0/blocks/w[3]"."""
-    found = re.fullmatch(r"(?:0/)?(.*?)(?:\[(\d+)\])?", name.removeprefix(GRADS))
-    assert found is not None, name
-    return found[1], None if found[2] is None else int(found[2])
+    """(path of the parameter, its layer) of an input or a gradient."""
+    whole, layer = layer_of(name)
+    return whole.removeprefix(GRADS if whole.startswith(GRADS) else "0/"), layer
 
 
 class RankOfPipeline:
@@ -201,7 +201,7 @@ class RankOfPipeline:
         path, layer = _layer(name)
         if layer is None:
             self.each(lambda total, x: total.add_(x), self.sums[path], value)
-        elif layer in self.places[path]:
+        else:
             self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sums[path], value)
 
     def shares(self) -> tuple[list, list]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +17,7 @@ from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import bases_of
 from fmegatron.step.torch_private import extract_subgraph, graph_module_of, opname
 
-__all__ = ["layers_apart", "reach", "seeds_as_constants", "split_backwards", "terms_by_stage"]
+__all__ = ["layer_of", "layers_apart", "reach", "seeds_as_constants", "split_backwards", "terms_by_stage"]
 
 _aten = torch.ops.aten
 _SAME = frozenset({"detach", "alias", "_to_copy", "convert_element_type"})  # or in another dtype
@@ -54,11 +55,18 @@ def seeds_as_constants(graph: fx.Graph) -> None:
             graph.erase_node(n)
 
 
+def layer_of(name: str) -> tuple[str, int | None]:
+    """(path, i) of "layer i of path", (path, None) of another path."""
+    found = re.fullmatch(r"layer (\d+) of (.*)", name, re.DOTALL)
+    return (name, None) if found is None else (found[2], int(found[1]))
+
+
 def layers_apart(
     graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], grads: str
 ) -> tuple[dict[fx.Node, str], dict[str, fx.Node]]:
-    """({placeholder: path}, {path of an output: node}), with a placeholder "path[i]" for each layer of a leaf that the
-    graph takes apart once (`unbind` on dim 0), and an output "path[i]" for the gradient of each. Changes the graph.
+    """({placeholder: path}, {path of an output: node}), with a placeholder "layer i of path" for each layer of a leaf
+    that the graph takes apart once (`unbind` on dim 0), and an output of this name for the gradient of each. Changes
+    the graph.
 
     grads: how paths of gradients begin. The graph has no outputs of its own any more.
     """
@@ -85,7 +93,7 @@ def layers_apart(
                     value = graph.node_copy(link, lambda _, v=value: v)
                     value.meta = {**link.meta, "val": item.meta["val"]}
             item.replace_all_uses_with(value)
-            inputs[new] = f"{path}[{i}]"
+            inputs[new] = f"layer {i} of {path}"
         for old in (*unbind.users, unbind, *reversed(casts)):
             graph.erase_node(old)
     found: dict[str, fx.Node] = {}
@@ -103,7 +111,7 @@ def layers_apart(
                     for link in reversed(tail):
                         value = graph.node_copy(link, lambda _, v=value: v)
                         value.meta = {**link.meta, "val": link.meta["val"][i]}
-                found[f"{path}[{i}]"] = value
+                found[f"layer {i} of {path}"] = value
         else:
             found[path] = node
     graph.output_node().args = ([*dict.fromkeys(found.values())],)

@@ -129,6 +129,11 @@ def staged(of: LossFn, pipeline: Pipeline, dtype: torch.dtype) -> Callable:
     return several
 
 
+def _slashed(path: str) -> str:
+    """The path of a leaf; of parameters, a batch or gradients that are one tensor, with the empty path of a leaf."""
+    return f"{path}/" if path in ("0", "1", GRADS.removesuffix("/")) else path
+
+
 class _Node:
     """The gradients of a batch of this signature: traced, cut and made one node."""
 
@@ -153,13 +158,13 @@ class _Node:
         self.one = one = OneNode(
             gradient, (self.whole, self._micro(batch)[0], args, scale), name, who, False, stages=True
         )
-        mode, gives = one.entry.fake_mode, one.gives
+        mode, self.gives = one.entry.fake_mode, [_slashed(path) for path in one.gives]
         with outside_of_tracing():
             marked = functional(one.entry.graph_module, (one.entry.fakes, []), mode)
-        takes = [*one.traced.in_paths, *(f"sum {sum_}" for sum_ in one.sums)]
-        self.shown = [path for path in gives if not path.startswith(GRADS)]
+        takes = [*map(_slashed, one.traced.in_paths), *(f"sum {sum_}" for sum_ in one.sums)]
+        self.shown = [path for path in self.gives if not path.startswith(GRADS)]
         with outside_of_tracing(), mode:
-            parts = cut(marked.graph, takes, gives, pipeline.stages, who)
+            parts = cut(marked.graph, takes, self.gives, pipeline.stages, who)
         plain = graph_module_of(marked, without_marks(marked.graph))
         self.plain = Entry.make(name, plain, one.entry.fakes, mode)
         fakes = one.entry.fakes
@@ -208,7 +213,7 @@ class _Node:
         shown, total = [], None
         for i in range(self.n):
             outs = self.plain([*full, *(x[i] for x in rows), *others, *sums])
-            found = dict(zip(self.one.gives, outs, strict=True))
+            found = dict(zip(self.gives, outs, strict=True))
             shown += [found[path] for path in self.shown]
             grads = [widened(x, self.dtype) for path, x in found.items() if path.startswith(GRADS)]
             total = grads if total is None else list(map(torch.add, total, grads))
@@ -231,7 +236,7 @@ class _Node:
         for i in range(self.n):
             shown = dict(zip(self.shown, outs[i * count : (i + 1) * count], strict=True))
             rest = iter(grads)
-            found.append(one.result([shown[path] if path in shown else next(rest) for path in one.gives]))
+            found.append(one.result([shown[path] if path in shown else next(rest) for path in self.gives]))
         for gradient in found:
             if not gradient.shown and weight_of(gradient.loss, gradient.aux, None) is not None:
                 raise ValueError(

@@ -1,0 +1,75 @@
+"""Losses and trees of unusual forms by stages: against microbatches on one rank."""
+
+import pytest
+import torch
+
+from fmegatron import step, tree
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step.layer import unstack
+from fmegatron.step.pipeline import schedules
+from fmegatron.step.pipeline.marks import stage
+from fmegatron.step.pipeline.pipeline import Pipeline, pipelined
+from fmegatron.testing import simulate
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+def assert_same(loss_fn, params, batch, split=True):
+    """Two stages of two blocks each, of stacks that pp splits, give what microbatches on one rank do."""
+    table, found = schedules.zb_h1(2, 3), []
+    for mesh, grad_fn in (
+        (Mesh(pp=2), pipelined(loss_fn, Pipeline(table, (2, 2)))),
+        (Mesh(), step.accumulate(loss_fn, 3)),
+    ):
+        axes = ("pp",) if split and mesh["pp"] > 1 else ()
+        layouts = tree.map(lambda x, mesh=mesh, axes=axes: Layout(tuple(x.shape), x.dtype, mesh, axes), params)
+        sim = simulate(grad_fn, mesh, params, batch, layouts=(layouts, None), out_layouts=(None, layouts))
+        found.append(tree.leaves(sim.globals()))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def trunk(x, *stacks):
+    for n, ws in enumerate(zip(*map(unstack, stacks), strict=True)):
+        x = stage(x, n)
+        x = x + torch.tanh(x @ ws[0]) + sum(ws[1:])
+    return x
+
+
+def test_a_gradient_that_reads_no_value_of_a_stage_is_of_the_rank_that_holds_the_layer():
+    """Of a loss that is linear in what the last block makes: nothing of any stage is in the gradient of its bias."""
+
+    def loss_fn(params, batch):
+        return step.mean((trunk(batch["x"], params["w"], params["b"]) * batch["y"]).sum(), float(batch["x"].numel()))
+
+    batch = {"x": random(6, 4), "y": random(6, 4)}
+    assert_same(loss_fn, {"w": random(4, 4, 4), "b": random(4, 4)}, batch)
+
+
+@pytest.mark.parametrize("form", ["batch", "params"])
+def test_a_batch_and_parameters_of_one_tensor(form):
+    def loss_fn(params, batch):
+        x = trunk(batch if form == "batch" else batch["x"], params if form == "params" else params["w"])
+        return step.mean(x.square().sum(), float(x.numel()))
+
+    w, x = random(4, 4, 4), random(6, 4)
+    assert_same(loss_fn, w if form == "params" else {"w": w}, x if form == "batch" else {"x": x})
+
+
+def test_a_list_of_stacks():
+    def loss_fn(params, batch):
+        x = trunk(batch["x"], params[0]["w"], params[1]["w"])
+        return step.mean(x.square().sum(), float(x.numel()))
+
+    assert_same(loss_fn, [{"w": random(4, 4, 4)}, {"w": random(4, 4)}], {"x": random(6, 4)})
+
+
+def test_leaves_named_as_layers_and_as_roots_of_others():
+    def loss_fn(params, batch):
+        x = trunk(batch["x"], params["w"], params["0"]["w"]) + sum(params[f"w[{i}]"] for i in range(4))
+        return step.mean(x.square().sum(), float(x.numel()))
+
+    params = {"w": random(4, 4, 4), "0": {"w": random(4, 4)}} | {f"w[{i}]": random(4) * (i + 1) for i in range(4)}
+    assert_same(loss_fn, params, {"x": random(6, 4)}, split=False)
