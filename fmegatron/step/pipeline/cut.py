@@ -321,6 +321,13 @@ def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, who: str
                 f"{who}: got step.stage(x, {n}) {len(marks) // 2} times ({_line(marks[0])}), wanted it once before "
                 "block n; number the blocks"
             )
+    forward = [n for n in graph.nodes if n.target is MARK][:count]  # those of the backward are behind
+    for at, n in enumerate(forward):
+        if n.args[1] != at:
+            raise ValueError(
+                f"{who}: got step.stage(x, {n.args[1]}) ({_line(n)}) where block {at} begins, wanted each once, in the "
+                "order of the blocks; number them from 0"
+            )
     if count != blocks:
         raise ValueError(
             f"{who}: got {len(begins)} stages of {blocks} blocks and {count} marks of blocks ({_line(found[0][0])}), "

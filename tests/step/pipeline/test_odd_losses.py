@@ -73,3 +73,19 @@ def test_leaves_named_as_layers_and_as_roots_of_others():
 
     params = {"w": random(4, 4, 4), "0": {"w": random(4, 4)}} | {f"w[{i}]": random(4) * (i + 1) for i in range(4)}
     assert_same(loss_fn, params, {"x": random(6, 4)}, split=False)
+
+
+@pytest.mark.parametrize(("numbers", "where"), [([[0, 0], [1], [2], [3]], 1), ([[0], [2], [1], [3]], 1)])
+def test_marks_twice_or_in_another_order_are_refused(numbers, where):
+    """Also where the first one has no gradient, and where the blocks are of one stage."""
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for w, marks in zip(unstack(params["w"]), numbers, strict=True):
+            for n in marks:
+                x = stage(x, n)
+            x = torch.tanh(x @ w)
+        return step.mean(x.square().sum(), float(x.numel()))
+
+    with pytest.raises(ValueError, match=f"where block {where} begins, wanted each once, in the order of the blocks"):
+        assert_same(loss_fn, {"w": random(4, 4, 4)}, {"x": random(6, 4)}, split=False)
