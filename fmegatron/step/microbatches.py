@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from fmegatron.step.torch_private import FakeTensorMode, is_tracing, outside_of_
 from fmegatron.step.tracing import described, trace
 from fmegatron.tree import structure
 
-__all__ = ["accumulate", "accumulated", "alone", "gradient_of", "name_of", "of_microbatches", "require_parts"]
+__all__ = ["Batch", "accumulate", "accumulated", "alone", "gradient_of", "name_of", "of_microbatches", "require_parts"]
 
 
 def accumulate(
@@ -123,30 +123,37 @@ def accumulated(of: LossFn, each: Callable | None, weight: str | None, dtype: to
             weights.append(None if one.shown else weight_of(one.loss, one.aux, weight))
             grads = _weighted(tree.map(lambda g: widened(g, dtype), each(one.grads)), weights[-1])
             total = grads if total is None else tree.map(torch.add, total, grads)
-        whole = {"weight": weight, "dtype": dtype, "known": full}
-        return of_microbatches(of, (params, batch, *args), found, weights, total, sums, **whole)
+        batch = Batch((params, batch, *args), sums, full)
+        return of_microbatches(of, batch, found, weights, total, weight=weight, dtype=dtype)
 
     return several
 
 
+class Batch(NamedTuple):
+    """Of the full batch: the arguments, {name: sum over all microbatches}, and what was seen of it."""
+
+    args: tuple
+    sums: Mapping[str, torch.Tensor]
+    known: dict
+
+
 def of_microbatches(
-    of: LossFn, args: tuple, found: list[Gradient], weights: list, total: Any, sums: Mapping, *, weight, dtype, known
+    of: LossFn, batch: Batch, found: list[Gradient], weights: list, total: Any, *, weight, dtype
 ) -> tuple[Any, Any, structure.Tree, bool]:
     """What `accumulated` gives, of the gradients of all microbatches.
 
-    args: of the full batch. weights: of a scalar loss, by which they count; None: equally, or parts. total: the
-    weighted sum of the gradients. sums: of all microbatches. known: what was seen of the full batch.
+    weights: of a scalar loss, by which they count; None: equally, or parts. total: the weighted sum of the gradients.
     """
     n = len(found)
     count = n if weights[0] is None else _not_zero(sum(weights[1:], weights[0]))
     metrics = [structure.flatten(one.aux) for one in found]
-    kinds = _kinds(of, args, metrics, weight, known)
+    kinds = _kinds(of, batch.args, metrics, weight, batch.known)
     leaves = [_combined(kind, [flat[1][i] for flat in metrics], weights, count, dtype) for i, kind in enumerate(kinds)]
     aux = structure.unflatten(metrics[0][2], leaves)
     if shown := [one.shown for one in found if one.shown]:
         if not is_tracing():
             require_same(described(of.loss_fn), shown)
-        loss, means = finished(shown, sums, of.axes_of(args[0]))
+        loss, means = finished(shown, batch.sums, of.axes_of(batch.args[0]))
         return loss, {**means, **aux}, total, True
     loss = _combined("mean", [one.loss for one in found], weights, count, dtype)
     return loss, aux, tree.map(lambda g: g / count, total), False

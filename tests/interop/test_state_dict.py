@@ -110,6 +110,7 @@ def refuse(rank, path, size):
         ):
             with pytest.raises((ValueError, RuntimeError), match=match):
                 save_state_dict(path, state, world)
+            world.barrier()  # rank 0 has cleared up when it raises
             assert not os.path.exists(path)
 
 

@@ -284,7 +284,7 @@ def portions(kind: str, values: Sequence[Value]) -> Mapping[str, str]:
     if not given or kind in _SCALE_FREE:
         return NOTHING
     out = {}
-    for axis in dict.fromkeys(axis for one in given for axis in one):
+    for axis in given[0] if len(given) == 1 else dict.fromkeys(axis for one in given for axis in one):
         if kind in _TERMS:
             found = _of_terms(axis, values[1:] if kind == "select" else values)
         else:
@@ -308,8 +308,11 @@ def _of_terms(axis: str, terms: Sequence[Value]) -> str | None:
 
 
 def _of_factors(axis: str, kind: str, factors: Sequence[Value]) -> str | None:
-    have = [one for v in factors if (one := v.portion.get(axis)) is not None]
     linear = kind in ("same", "product", "quotient")
+    if len(factors) == 1:
+        one = factors[0].portion[axis]
+        return one if linear else "mixed" if one in ("owed", "mixed") else None
+    have = [one for v in factors if (one := v.portion.get(axis)) is not None]
     below = kind == "quotient" and factors[1].portion.get(axis) is not None
     if "owed" in have or "mixed" in have:  # linear in one gradient, whatever it is multiplied with or divided by
         by_one = kind == "quotient" and factors[1].portion.get(axis) == "owed"

@@ -15,7 +15,15 @@ from fmegatron.collectives import Axes, resharding
 from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.cut import OneNode
 from fmegatron.step.gradient import LossFn
-from fmegatron.step.microbatches import accumulate, gradient_of, name_of, of_microbatches, require_parts, weight_of
+from fmegatron.step.microbatches import (
+    Batch,
+    accumulate,
+    gradient_of,
+    name_of,
+    of_microbatches,
+    require_parts,
+    weight_of,
+)
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import functional
 from fmegatron.step.parts import summed
@@ -245,10 +253,9 @@ class _Node:
                     "step.mean(total, count)"
                 )
         nested = structure.flatten(params)[2]
-        how = {"weight": None, "dtype": self.dtype, "known": full}
-        given = (self.whole, batch, *args)
+        given, total = Batch((self.whole, batch, *args), sums, full), structure.unflatten(nested, grads)
         loss, aux, total, whole = of_microbatches(
-            self.of, given, found, [None] * self.n, structure.unflatten(nested, grads), sums, **how
+            self.of, given, found, [None] * self.n, total, weight=None, dtype=self.dtype
         )
         pairs = zip(tree.leaves(total), self.raw, strict=True)
         known = [labels.labelled(g, layout.replace(dtype=g.dtype)) for g, layout in pairs]
