@@ -343,3 +343,11 @@ def test_containers_that_no_save_made_are_damage(tmp_path):
             restore(tmp_path / "c")
         assert torch.equal(restore(tmp_path / "c", layouts)["a"]["b"], torch.ones(2))
     assert ml_dtypes.bfloat16 is np.dtype("bfloat16").type
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # of torch, about all that is quantized
+def test_a_quantized_tensor_is_refused_with_what_can_be_saved(tmp_path):
+    x = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    with pytest.raises(ValueError, match=r"^a: got a quantized tensor .*; pass x.int_repr\(\)"):
+        checkpoint.save(tmp_path / "a", {"a": x})
+    checkpoint.save(tmp_path / "a", {"a": x.int_repr()})

@@ -58,3 +58,17 @@ def test_local_replicas(tmp_path):
 def test_a_random_one_is_refused():
     with pytest.raises(ValueError, match="saved=False and Normal.*wanted a Constant"):
         tree.ArraySpec(ONE["w"].layout, tree.Normal(1.0), saved=False)
+
+
+def test_a_subtree_of_which_nothing_was_saved_is_made_anew(tmp_path):
+    """And still an error where something else is asked for, or something that is stored is not."""
+    checkpoint.save(
+        tmp_path / "a",
+        {"net": WHOLE["w"], "buffers": {"seen": WHOLE["seen"]}},
+        {"net": ONE["w"], "buffers": {"seen": ONE["seen"]}},
+    )
+    assert checkpoint.restore(tmp_path / "a", {"seen": ONE["seen"]}, prefix="buffers")["seen"] == 0
+    with pytest.raises(ValueError, match="prefix: got 'buffers', wanted the path of stored leaves"):
+        checkpoint.restore(tmp_path / "a", {"seen": ONE["seen"].layout}, prefix="buffers")
+    with pytest.raises(ValueError, match="net"):
+        checkpoint.restore(tmp_path / "a", {"seen": ONE["seen"]})

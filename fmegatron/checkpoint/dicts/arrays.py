@@ -71,7 +71,10 @@ def _check_plain(x: torch.Tensor, path: str, meta: bool = False) -> None:
         if hasattr(x, "device_mesh"):
             fix = "interop.save_state_dict and interop.load_state_dict take it, on any number of ranks"
         raise ValueError(f"{path}: got a {kind}, wanted a plain tensor; {fix}")
-    if x.layout is not torch.strided or x.is_quantized:
+    if x.is_quantized:
+        fix = "pass x.int_repr(), and scale and zero point beside it, or x.dequantize()"
+        raise ValueError(f"{path}: got a quantized tensor ({x.dtype}), wanted a plain one; {fix}")
+    if x.layout is not torch.strided:
         raise ValueError(f"{path}: got {x.layout}, {x.dtype}, wanted a dense tensor; pass x.to_dense()")
     if x.is_meta and not meta:
         raise ValueError(f"{path}: got a meta tensor, wanted one with memory; pass x.to_empty(...) or initialize it")

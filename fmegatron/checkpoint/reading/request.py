@@ -41,8 +41,11 @@ class Request:
         return [i for i, view in enumerate(self.views) if view is None]
 
 
-def subtree(leaves: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
-    """The stored leaves below a path, by the rest of their paths (all for ""). Raises ValueError when there is none."""
+def subtree(leaves: Mapping[str, Leaf], prefix: str, empty: bool = False) -> dict[str, Leaf]:
+    """The stored leaves below a path, by the rest of their paths (all for "").
+
+    Raises ValueError when there is none, unless it may be empty: nothing of it was saved.
+    """
     if not isinstance(prefix, str):
         raise ValueError(f"prefix: got {prefix!r:.60}, wanted the path of a stored subtree, e.g. 'params', or ''")
     prefix = prefix.strip("/")
@@ -52,7 +55,7 @@ def subtree(leaves: Mapping[str, Leaf], prefix: str) -> dict[str, Leaf]:
         return {"": leaves[prefix]}
     start = prefix + "/"
     found = {name.removeprefix(start): leaf for name, leaf in leaves.items() if name.startswith(start)}
-    if not found:
+    if not found and not empty:
         above = {"/".join(name.split("/")[: start.count("/")]) for name in leaves}
         hint = structure.did_you_mean(prefix, sorted(above))
         raise ValueError(f"prefix: got {prefix!r}, wanted the path of stored leaves{hint}; name a stored subtree")
@@ -78,9 +81,9 @@ def match(
     """The request that fits, or one ValueError that lists what does not."""
     rules = _listed(rules)
     paths, layouts, spec = flat_layouts(target_layouts)
-    leaves = subtree(source.leaves, prefix)
-    views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})
     anew = {i: x for i, x in enumerate(tree.leaves(target_layouts)) if isinstance(x, ArraySpec) and not x.saved}
+    leaves = subtree(source.leaves, prefix, empty=bool(anew) and len(anew) == len(paths))
+    views = apply_rules(rules, {name: leaf.shape for name, leaf in leaves.items()})
     asked, fresh = set(paths), {path for path in paths if is_fresh(rules, path)}
     difference = Difference(
         missing=tuple(name for name, view in views.items() if name not in asked and not view.spare),
