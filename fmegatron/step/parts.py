@@ -209,8 +209,7 @@ class Shown(NamedTuple):
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
     factors: {name: the weights that are no Parts}. counts: {name: count of the whole batch}, where it is a number, of
     parts, of metrics and of the means among weights. dtypes: of the means. lines: `lines_of`. made_at: {name: the line
-    that made it}, for errors. ones: {name: 1.0} of what counts 1 for each rank and microbatch, and is shown as 1: the
-    count of a penalty is the same on every mesh.
+    that made it}, for errors. ranks: {name: by how many ranks a total was divided (`_as_terms`)}, of which each counts.
     """
 
     totals: dict[str, dict[str, Tensor]]
@@ -219,7 +218,7 @@ class Shown(NamedTuple):
     dtypes: dict[str, torch.dtype]
     lines: dict[str, str]
     made_at: dict[str, str]
-    ones: dict[str, float]
+    ranks: dict[str, int]
 
 
 def terms(
@@ -259,7 +258,7 @@ def _note(shown: Shown, kind: str, name: str, total: Tensor, part: Part, axes: A
     if not isinstance(count, Tensor):
         shown.counts[name] = count
     if _counts_one(part):
-        shown.ones[name] = 1.0
+        shown.ranks[name] = int(_over(part, axes).axis.size)
 
 
 def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
@@ -279,7 +278,7 @@ def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> 
         quotient, alive = value / count, count != 0
         means[name] = torch.where(alive, quotient, torch.nan).to(first.dtypes[name])
         if kind == "part":
-            counts[f"{name}/count"] = torch.full_like(count, first.ones[name]) if name in first.ones else count
+            counts[f"{name}/count"] = count * first.ranks[name] if name in first.ranks else count
             factor = functools.reduce(operator.mul, first.factors[name], 1.0)
             loss = loss + torch.where(alive, quotient, 0) * factor
     dtype = functools.reduce(torch.promote_types, [first.dtypes[name] for name in first.factors])

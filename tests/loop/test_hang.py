@@ -74,7 +74,8 @@ from fmegatron.loop.faults.siblings import write_stacks_into
 
 def holds(seconds):
     print("holds", flush=True)
-    ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps the GIL: no other thread of Python runs
+    for _ in range(seconds):  # PyDLL keeps the GIL: no other thread of Python runs. A signal ends a sleep
+        ctypes.PyDLL(None).sleep(1)
 
 with open(sys.argv[1], "a") as file:
     write_stacks_into(file)

@@ -17,7 +17,7 @@ from fmegatron.optim.momentum import accumulate_momentum
 from fmegatron.step.checker.entrypoints import check_call
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.opaque import inline_layers
-from fmegatron.testing import simulate, split
+from fmegatron.testing import split
 from fmegatron.testing.compare_ranks import relative_error
 from tests.definition import loss_of
 from tests.fresh_state import fresh_state
@@ -129,24 +129,6 @@ def test_a_loss_that_is_not_finite_makes_the_norm_so(n):
     after, metrics = run(loss, "weights", MESHES["dp2"], n, optimizer=optimizer).globals()
     assert metrics["loss"].isnan() and metrics["grad_norm"].isnan() and metrics["lm"].isfinite()
     assert all(torch.equal(after.params[k], x) for k, x in cases.params_of().items())
-
-
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("mesh", [ONE, Mesh(fsdp=2), Mesh(dp=3)], ids=str)
-def test_the_count_of_a_penalty_is_shown_as_1(mesh, n):
-    """On every mesh, for any microbatches, as parity compares metrics."""
-
-    def loss_fn(params, batch):
-        penalty = 0.01 * step.mean(params["w"].square().sum(), 1)
-        return {"lm": step.mean((batch["x"] @ params["w"]).square().sum(), float(batch["x"].numel())), "l2": penalty}
-
-    specs = tree.specs({"w": (3, 4)}, mesh, init=tree.ones, dtype=F64, strategy=DataParallel.zero1())
-    of = step.build(loss_fn, optim.sgd(0.1), specs, {"x": ((12, 3), F64)}, microbatches=n)
-    batch = {"x": torch.arange(36.0, dtype=F64).view(12, 3)}
-    state = tree.init(step.state_specs(tree.specs({"w": (3, 4)}, ONE, init=tree.ones, dtype=F64), optim.sgd(0.1)), 0, 0)
-    sim = simulate(of.function, mesh, state, batch, layouts=(tree.layouts(of.state), tree.layouts(of.batch)))
-    shown = sim.globals()[1]
-    assert shown["l2/count"] == 1 and shown["l2"] == 12 and shown["lm/count"] == 36, shown
 
 
 def test_counts_are_added_up_in_fp64():

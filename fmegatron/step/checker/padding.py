@@ -105,7 +105,13 @@ TABLE: Mapping[str, Callable[..., Number]] = MappingProxyType(
 # ---- nodes -----------------------------------------------------------------------------------------------------------
 def after(scope: Scope, node: Node, found: Any) -> Any:
     """The result of a node with what its padding is, by that of what it is made of."""
-    sources = [v for n in node.all_input_nodes for v in _flat(scope.values.get(n))]
+    sources: list[Value] = []
+    for n in node.all_input_nodes:  # asked of all nodes
+        value = scope.values.get(n)
+        if isinstance(value, Value):
+            sources.append(value)
+        elif isinstance(value, list):
+            sources += [v for v in value if isinstance(v, Value)]
     if kinds.collective_of(node.target):
         return _of_collective(scope, node, found)
     padded = sorted({axis for v in sources for axis in v.pads})
@@ -132,10 +138,6 @@ def _held(value: Value, axis: str) -> Padding | None:
     """The padding of a value over an axis: of one that is a number everywhere that number. None where it has none."""
     number = value.constant
     return value.pads.get(axis) or (Padding(float(number)) if isinstance(number, int | float) else None)
-
-
-def _flat(value: Any) -> list[Value]:
-    return [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, Value)]
 
 
 def _one(scope: Scope, node: Node, out: Value, sources: list[Value], padded: list[str]) -> Value:
