@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -98,7 +99,16 @@ def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...
 def homes(paths: Sequence[str], layouts: Sequence[Layout]) -> list[LeafPlan]:
     """Homes and chunks of a full tree, for `in_files`."""
     pack = sum(is_small(layout.shape, layout.nbytes) for layout in layouts) > MOST_SMALL
-    return [LeafPlan(path, x, *_home(path, x, pack)) for path, x in zip(paths, layouts, strict=True)]
+    same: dict[Layout, Layout] = {}  # layers have equal ones: what follows from a layout is computed once
+    known: dict[Layout, tuple[str, tuple[int, ...]]] = {}
+    found = []
+    for path, x in zip(paths, (same.setdefault(x, x) for x in layouts), strict=True):
+        if _is_packed(path, x, pack):
+            home = "packed", ()  # its cuts need not be known
+        elif (home := known.get(x)) is None:
+            home = known[x] = home_of(x.shape, x.dtype.itemsize, cut_unit(x), _most_nbytes(x), x.mesh.size)
+        found.append(LeafPlan(path, x, *home))
+    return found
 
 
 def in_files(
@@ -144,7 +154,8 @@ def _with_shards(
     plans: Sequence[LeafPlan], unit_of: Callable[[LeafPlan], tuple[int, ...]], most: int
 ) -> list[LeafPlan]:
     """Leaves of a line, with what is in a file of each."""
-    layout, held = plans[0].layout, sum(_most_nbytes(p.layout) for p in plans)
+    layout, counts = plans[0].layout, Counter(p.layout for p in plans)
+    held = sum(count * _most_nbytes(each) for each, count in counts.items())
     limit = min(most, max(_LEAST_BYTES, held // _LEAST_FILES))
     if layout.replicas > 1 and layout.mesh.size <= _SPREAD_RANKS:
         limit = min(limit, max(_LEAST_BYTES // 2, held // (_SPREAD * layout.replicas)))
@@ -257,12 +268,10 @@ def _chunk_ranges(box: Box, chunk_shape: tuple[int, ...]) -> list[range]:
     return [range(a // c, -(-b // c)) for a, b, c in zip(box.start, box.stop, chunk_shape, strict=True)]
 
 
-def _home(path: str, layout: Layout, pack: bool) -> tuple[str, tuple[int, ...]]:
-    """The home of a leaf and its chunk shape. pack: whether there are too many small ones."""
+def _is_packed(path: str, layout: Layout, pack: bool) -> bool:
+    """Whether a leaf is packed whatever its cuts are. pack: whether there are too many small ones."""
     small = is_small(layout.shape, layout.nbytes)
-    if (pack and small) or ((small or not layout.nbytes) and _is_long(path)):
-        return "packed", ()  # its cuts need not be known
-    return home_of(layout.shape, layout.dtype.itemsize, cut_unit(layout), _most_nbytes(layout), layout.mesh.size)
+    return (pack and small) or ((small or not layout.nbytes) and _is_long(path))
 
 
 def _most_nbytes(layout: Layout) -> int:
