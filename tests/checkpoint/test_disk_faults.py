@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -150,14 +151,13 @@ def test_rank_0_cannot_sync_or_read_the_parts(saved, operation):
 @pytest.mark.parametrize("call, error", [("rename", errno.EIO), ("mkdir", errno.EIO), ("listdir", errno.EACCES)])
 def test_a_directory_that_cannot_be_changed(saved, monkeypatch, call, error):
     """An error at every call of this kind, in the first save to a new place; some of them do not matter."""
-    real, new, done = getattr(os, call), saved.parent / "new", [0]
+    real, new, done = getattr(os, call), saved.parent / "new", [itertools.count(1)]
 
     def save(moment):
-        done[0] = 0
+        done[0] = itertools.count(1)  # files are written by several threads
 
         def failing(*args, **kwargs):
-            done[0] += 1
-            if done[0] == moment:
+            if next(done[0]) == moment:
                 raise OSError(error, os.strerror(error), args[0])
             return real(*args, **kwargs)
 
@@ -166,7 +166,7 @@ def test_a_directory_that_cannot_be_changed(saved, monkeypatch, call, error):
             return save_all(new, state(2), layouts_on())
 
     assert save(0) == [None] * 4
-    calls, failed = done[0], 0
+    calls, failed = next(done[0]) - 1, 0
     for moment in range(1, calls + 1):
         shutil.rmtree(new)
         got = save(moment)

@@ -58,8 +58,8 @@ class Meanwhile:
     """A save that stops before one of its operations, until `go`; other saves happen there."""
 
     def __init__(self, store, operation, number=1):
-        self.reached, self.go, self.left = threading.Event(), threading.Event(), number
-        self.operation, self.error = operation, []
+        self.reached, self.go, self.number = threading.Event(), threading.Event(), number
+        self.operation, self.count, self.error = operation, itertools.count(1), []  # next: of several threads, too
         self.thread = threading.Thread(target=self.save, args=(FaultyStore(store, self.wrap),))
         self.thread.start()
         assert self.reached.wait(60)
@@ -68,11 +68,9 @@ class Meanwhile:
         return FaultyStorage(real, self.before)
 
     def before(self, operation, name):
-        if operation == self.operation:
-            self.left -= 1
-            if self.left == 0:
-                self.reached.set()
-                assert self.go.wait(60)
+        if operation == self.operation and next(self.count) == self.number:
+            self.reached.set()
+            assert self.go.wait(60)
 
     def save(self, store):
         try:

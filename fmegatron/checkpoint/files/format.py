@@ -268,11 +268,7 @@ def packed_name(rank: int, number: int = 0) -> str:
 
 def _quoted(path: str) -> str:
     def quote(part: str) -> str:
-        text = part
-        if not re.fullmatch(r"[A-Za-z0-9_.\-]*", part):
-            text = "".join(
-                c if re.fullmatch(r"[A-Za-z0-9_.\-]", c) else "".join(f"%{b:02X}" for b in c.encode()) for c in part
-            )
+        text = re.sub(r"[^A-Za-z0-9_.\-]", lambda c: "".join(f"%{b:02X}" for b in c[0].encode()), part)
         if not text:
             return "%"
         if text.endswith(LOCK):  # tensorstore takes no name for a file that ends as those do which it is still writing

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from fmegatron.checkpoint.files.format import (
@@ -83,12 +83,13 @@ def grid_array(leaf: LeafPlan) -> Array:
     """The array in global shape of a leaf that has one, or is in one with others."""
     layout, band, lead = leaf.layout, band_shape(leaf.chunk, leaf.layout.dtype.itemsize), len(leaf.at) * (1,)
     n, dtype, chunk = (leaf.stack or ())[2:], dtype_text(layout.dtype), (*lead, *leaf.chunk)
-    return Array(_name(leaf), (*n, *layout.shape), dtype, chunk, (*lead, *band), shard=leaf.shard)
+    name = array_name(leaf.path) if leaf.stack is None else leaf.stack[0]
+    return Array(name, (*n, *layout.shape), dtype, chunk, (*lead, *band), shard=leaf.shard)
 
 
-def _name(leaf: LeafPlan) -> str:
-    """Of the array that a leaf has, or is in."""
-    return array_name(leaf.path) if leaf.stack is None else leaf.stack[0]
+def _key(leaf: LeafPlan) -> Hashable:
+    """The same for the leaves of one array, and for no others: it needs no name."""
+    return leaf.path if leaf.stack is None else leaf.stack[:1]
 
 
 def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
@@ -162,9 +163,9 @@ def _with_shards(
     shards, found = {}, []
     for p in plans:
         if p.home == "grid":
-            if (name := _name(p)) not in shards:
-                shards[name] = _shard(p, unit_of(p), limit)
-            p = replace(p, shard=shards[name])
+            if (key := _key(p)) not in shards:
+                shards[key] = _shard(p, unit_of(p), limit)
+            p = replace(p, shard=shards[key])
         found.append(p)
     return found
 
@@ -174,15 +175,15 @@ def _with_turns(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
     replicas, total = plans[0].layout.replicas, 0
     if replicas == 1:
         return list(plans)
-    places: dict[str, tuple[int, int]] = {}  # by array, where its files begin, and the size of one
+    places: dict[Hashable, tuple[int, int]] = {}  # by array, where its files begin, and the size of one
     for p in plans:
-        if (name := _name(p)) not in places:
+        if (key := _key(p)) not in places:
             count, size = _files(p) if p.home == "grid" else (1, _most_nbytes(p.layout))
-            places[name] = total, size
+            places[key] = total, size
             total += count * size
     found = []
     for p in plans:
-        start, size = places[_name(p)]
+        start, size = places[_key(p)]
         turn = 0 if p.home == "grid" else _replica(start, size, replicas, total)
         found.append(replace(p, turn=turn, line=(start, size, total)))
     return found

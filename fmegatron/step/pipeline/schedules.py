@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fmegatron.step.pipeline.clock import Costs, clock
@@ -46,15 +46,21 @@ def one_f_one_b(p: int, m: int) -> Table:
     Narayanan et al., arXiv 2006.09503. Raises ValueError for p or m below 1.
     """
     _least("one_f_one_b", p, m)
+    rows = _in_turn(p, m, lambda rank, i: [Action("BW", rank, i)])
+    return _table("1F1B", rows, loop(p), p, m)
+
+
+def _in_turn(p: int, m: int, backward: Callable[[int, int], list[Action]]) -> list[list[Action]]:
+    """Rows of p - rank forwards ahead, then the backward of a microbatch and the next forward, in turn."""
     rows = []
     for rank in range(p):
         ahead = min(m, p - rank)
         row = [Action("F", rank, i) for i in range(ahead)]
         for i in range(m):
-            row.append(Action("BW", rank, i))
+            row += backward(rank, i)
             row += [Action("F", rank, ahead + i)] if ahead + i < m else []
         rows.append(row)
-    return _table("1F1B", rows, loop(p), p, m)
+    return rows
 
 
 def interleaved(p: int, m: int, v: int) -> Table:
@@ -95,15 +101,13 @@ def zb_h1(p: int, m: int) -> Table:
     idle (p-1)(F+B) - (m-1)W. Qi et al., arXiv 2401.10241, section 3. Raises ValueError for p or m below 1.
     """
     _least("zb_h1", p, m)
-    rows = []
-    for rank in range(p):
-        ahead = min(m, p - rank)
-        row = [Action("F", rank, i) for i in range(ahead)]
-        for i in range(m):
-            row.append(Action("B", rank, i))
-            row += [Action("W", rank, i - rank)] if i >= rank else []
-            row += [Action("F", rank, ahead + i)] if ahead + i < m else []
-        rows.append([*row, *(Action("W", rank, i) for i in range(max(0, m - rank), m))])
+
+    def backward(rank: int, i: int) -> list[Action]:
+        return [Action("B", rank, i), *([Action("W", rank, i - rank)] if i >= rank else [])]
+
+    rows = _in_turn(p, m, backward)
+    for rank, row in enumerate(rows):
+        row += [Action("W", rank, i) for i in range(max(0, m - rank), m)]
     return _table("ZB-H1", rows, loop(p), p, m)
 
 
