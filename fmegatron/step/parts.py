@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fmegatron.collectives import Axes, axes, ops, psum
 from fmegatron.step.graph.nodes import user_line
-from fmegatron.step.tracing import as_of, described, line_here
+from fmegatron.step.tracing import as_count_of_number, as_of, described, line_here
 from fmegatron.tree import arithmetic, structure
 
 __all__ = [
@@ -95,11 +95,12 @@ def mean(total: Tensor, count: Tensor | float, over: Sequence[str] | str | None 
         total: the sum over these rows, a 0-d floating tensor: `(nll * mask).sum()`. Of another shape only with a weight
             of that shape: `E * (mean(probs_E, tokens) * mean(load_E, K * tokens))`.
         count: how much counts, a 0-d tensor of these rows (`mask.sum()`: bool sums, whole numbers, fp32 and fp64), or a
-            number that is equal on all ranks and for all microbatches (`nll.numel()`). It has no gradient.
+            number that is equal on all ranks and for all microbatches (`nll.numel()`). Without gradient.
         over: the axes along which both are still to be summed; None: all data axes. A loss of whole rows on a mesh that
             splits sequences is equal on the ranks of cp: then those of the rows alone, `("dp", "fsdp")`.
 
-    Raises ValueError for a total that is not floating, a count of another shape or of 16 bits, or one that is none.
+    Raises ValueError for a total that is not floating, a count of another shape, of 16 bits or with a gradient, or one
+    that is none.
     """
     if not isinstance(total, Tensor) or not total.is_floating_point():
         raise ValueError(
@@ -115,8 +116,12 @@ def mean(total: Tensor, count: Tensor | float, over: Sequence[str] | str | None 
                 f"mean: count: got {count.dtype}, in which 256 + 1 is 256, wanted float32 or whole numbers; "
                 "mask.sum() of a bool, or mask.float().sum()"
             )
-        # A whole number stays one until it is added up in fp64: a count above 2^24 is not rounded.
-        count = count.detach() if count.requires_grad else count
+        if count.requires_grad:
+            raise ValueError(
+                "mean: count: got one with a gradient, wanted one without, as the gradient of a mean here is that of "
+                "its total; count.detach() where the count is meant as a number; a loss that also learns what it "
+                "divides by is a plain scalar, summed with psum (docs/losses.md)"
+            )
     elif isinstance(count, bool) or not isinstance(count, int | float) or not math.isfinite(count):
         raise ValueError(f"mean: count: got {structure.in_words(count)}, wanted a 0-d tensor or a finite number")
     over = (over,) if isinstance(over, str) else over if over is None else tuple(over)
@@ -209,7 +214,7 @@ class Shown(NamedTuple):
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
     factors: {name: the weights that are no Parts}. counts: {name: count of the whole batch}, where it is a number, of
     parts, of metrics and of the means among weights. dtypes: of the means. lines: `lines_of`. made_at: {name: the line
-    that made it}, for errors. ranks: {name: by how many ranks a total was divided (`_as_terms`)}, of which each counts.
+    that made it}, for errors. numbers: {name: (count that is shown, ranks x microbatches)} of parts whose count is one.
     """
 
     totals: dict[str, dict[str, Tensor]]
@@ -218,7 +223,7 @@ class Shown(NamedTuple):
     dtypes: dict[str, torch.dtype]
     lines: dict[str, str]
     made_at: dict[str, str]
-    ranks: dict[str, int]
+    numbers: dict[str, tuple[float, int]]
 
 
 def terms(
@@ -239,6 +244,9 @@ def terms(
                 key = f"{name}/count of weight {i}"
                 shown.counts[key], shown.made_at[key] = _count(key, weight, sums, axes, n), weight.line
         _note(shown, "part", name, total, part, axes, count)
+        if not isinstance(part.count, Tensor):
+            times = int(_over(part, axes).axis.size) * n
+            shown.numbers[name] = float(part.count) * times, times
     for name, part in metrics.items():
         _require_simple(f"metric {name!r}", part)
         if part.total.dim():
@@ -257,8 +265,6 @@ def _note(shown: Shown, kind: str, name: str, total: Tensor, part: Part, axes: A
     shown.dtypes[name], shown.made_at[name] = total.dtype, part.line
     if not isinstance(count, Tensor):
         shown.counts[name] = count
-    if _counts_one(part):
-        shown.ranks[name] = int(_over(part, axes).axis.size)
 
 
 def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> tuple[Tensor, dict[str, Tensor]]:
@@ -278,7 +284,11 @@ def finished(found: Sequence[Shown], sums: Mapping[str, Tensor], axes: Axes) -> 
         quotient, alive = value / count, count != 0
         means[name] = torch.where(alive, quotient, torch.nan).to(first.dtypes[name])
         if kind == "part":
-            counts[f"{name}/count"] = count * first.ranks[name] if name in first.ranks else count
+            counts[f"{name}/count"] = count
+            if name in first.numbers:
+                number, times = first.numbers[name]
+                with as_count_of_number(times):
+                    counts[f"{name}/count"] = torch.full_like(count, number)
             factor = functools.reduce(operator.mul, first.factors[name], 1.0)
             loss = loss + torch.where(alive, quotient, 0) * factor
     dtype = functools.reduce(torch.promote_types, [first.dtypes[name] for name in first.factors])

@@ -59,6 +59,7 @@ from fmegatron.tree.labels import alike, label_of, labelled
 
 __all__ = [
     "Traced",
+    "as_count_of_number",
     "as_of",
     "described",
     "line_here",
@@ -238,11 +239,21 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
 # ---- lines -----------------------------------------------------------------------------------------------------------
 _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
 _AS_OF, _OF_RANKS, _OF_TORCH = "fmegatron_line", "fmegatron_ranks", "fmegatron_sizes"
+_OF_NUMBER = "fmegatron_count_of_number"
 
 
 def as_of(line: str) -> contextlib.AbstractContextManager:
     """What is traced inside has this line: of the user's code that asked for it, and what for."""
     return fx_traceback.annotate({_AS_OF: line})
+
+
+def as_count_of_number(times: int) -> contextlib.AbstractContextManager:
+    """What is traced inside is a count that a loss_fn gave as a number, of all ranks and microbatches.
+
+    times: ranks x microbatches. No trace can tell the number of a rank's rows (`len(x)`), of which a mesh has as many
+    as one rank, from that of a term that all ranks have (1, of a penalty): a parity allows for both.
+    """
+    return fx_traceback.annotate({_OF_NUMBER: times})
 
 
 class _Lines(TorchDispatchMode):
@@ -343,7 +354,7 @@ def _set_lines(graph_module) -> None:
         node.meta["backward"] = of_backward
         stated = node.meta.get("custom", {}).get(_AS_OF)
         custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr", -1)
-        known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH)}
+        known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH), "times": custom.get(_OF_NUMBER)}
         known = of_forward.get(number, {}) if of_backward else (of_forward.setdefault(number, known), known)[1]
         node.meta.update((key, one) for key, one in known.items() if one is not None)
         if stated is not None:

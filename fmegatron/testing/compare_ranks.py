@@ -13,6 +13,7 @@ from fmegatron import tree
 from fmegatron.layout import Mesh, Split
 from fmegatron.step import Description, opaque
 from fmegatron.step.graph.nodes import items_of
+from fmegatron.testing.align import seen_through
 from fmegatron.testing.first_difference import Finding, Kept, blame
 from fmegatron.testing.interpret import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut
@@ -188,7 +189,22 @@ def _compare(sharded: Simulation, single: Simulation, floor):
             f"parity: got results without the same leaves from the steps of {sharded.mesh} and of one rank, {missing} "
             "from one of them only, wanted steps that differ in their mesh only"
         )
-    return [(path, _error(sharded, path, single.gather(path), floor)) for path in sharded.paths]
+    return [(path, _error_of(sharded, single, path, floor)) for path in sharded.paths]
+
+
+def _error_of(sharded: Simulation, single: Simulation, path: str, floor: float) -> float:
+    """The error of one output; of a count that is a number in the loss the smaller of two: as it is shown, and for one
+    rank and microbatch (`tracing.as_count_of_number`). Its mean is another output, and has no such choice."""
+    error, times = _error(sharded, path, single.gather(path), floor), (_times(sharded, path), _times(single, path))
+    if not error or not all(times):
+        return error
+    mine, theirs = (sim.gather(path) / n for sim, n in zip((sharded, single), times, strict=True))
+    return min(error, relative_error(mine, theirs, floor))
+
+
+def _times(sim: Simulation, path: str) -> int:
+    """Ranks x microbatches of an output that is a count of a number; 0 for any other."""
+    return seen_through(sim.traced.outputs[sim.paths.index(path)]).meta.get("times", 0)
 
 
 def _beyond_rounding(sharded: Simulation, single: Simulation, differences, floor, tolerance):

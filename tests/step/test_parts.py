@@ -249,6 +249,14 @@ def test_counts_of_parameters(loss, words):
     assert check_call(two.traced, MESHES["dp2"], (), "train_step", {}, speak=False).ok
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_count_with_a_gradient_is_refused_for_any_number_of_microbatches(n):
+    """It would be left out of the gradient in silence."""
+    for how in ({}, {"twice": True}):
+        with pytest.raises(ValueError, match=r"mean: count: got one with a gradient.*count.detach\(\)"):
+            run(lambda of: {"lm": step.mean(of.nll.sum(), of.lse.sum())}, "weights", MESHES["dp2"], n, **how)
+
+
 # ---- weights, and counts that are numbers, are one for all microbatches ---------------------------------------------
 def weight_of_the_batch(of):
     return {"lm": of.batch["mask"].to(F64).mean() * cases.lm(of)}
@@ -375,6 +383,7 @@ WRONG = {
     "counts of rows": (lambda: step.mean(ONE_TOTAL, torch.ones(3)), r"count: got shape \(3,\), wanted one number"),
     "16 bits": (lambda: step.mean(ONE_TOTAL, ONE_TOTAL.bfloat16()), "count: got torch.bfloat16, in which 256"),
     "a bool": (lambda: step.mean(ONE_TOTAL, torch.tensor(True)), "count: got torch.bool"),
+    "a gradient": (lambda: step.mean(ONE_TOTAL, torch.ones((), requires_grad=True)), "count: got one with a gradient"),
     "NaN": (lambda: step.mean(ONE_TOTAL, math.nan), "count: got .*wanted a 0-d tensor or a finite number"),
     "a weight of rows": (lambda: torch.ones(3) * step.mean(ONE_TOTAL, 1), r"weight of a part: got shape \(3,\)"),
     "a weight that is text": (lambda: step.mean(ONE_TOTAL, 1) * "2", "weight of a part: got"),
