@@ -8,11 +8,14 @@ done; 3 whether it fits is not known, since not all of the memory was counted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from fmegatron import tree
 from fmegatron.layout import Mesh
 from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import parse
@@ -23,11 +26,13 @@ from fmegatron.plan.from_trace import Exact, UnevenError, in_mib
 from fmegatron.plan.rates import measured_rates, measured_write
 from fmegatron.step import Description, description
 from fmegatron.step.timelines import planned
+from fmegatron.tree import ArraySpec
 
 Loaded = tuple[type, Callable[[Any], Description]]  # (Config, describe) of the experiment
 
 _WRITES = 1e9  # bytes/s of a rank that saves, where nothing is measured
 _DEEP = 16  # layers from which on a plan is continued from shallower models
+_FEW = (8, 4, 10, 14)  # layers of these, of which one has to be possible
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -110,17 +115,49 @@ def _counted(
     options: argparse.Namespace,
     out: TextIO,
 ) -> Exact:
-    layers = getattr(config, "layers", None)
-    if isinstance(layers, int) and layers >= _DEEP and not options.all_layers:
-
-        def build(depth: int) -> Description:
-            return experiment[1](dataclasses.replace(config, layers=depth))
-
+    depths = set() if options.all_layers else {n for n in _depths(described) if n >= _DEEP}
+    if depths:
+        field = _field_of_depth(experiment[1], config, depths)
         try:
-            return deep(build, layers, config.mesh, rank=options.rank, overlap=overlap)
+            if field is None:
+                raise UnevenError(
+                    f"got no field of {type(config).__name__} that changes the number of layers, "
+                    f"{', '.join(map(str, sorted(depths)))}, wanted one, for a model of few; the plan is right without"
+                )
+            build = functools.partial(_with_depth, experiment[1], config, field)
+            return deep(build, _fields(config)[field], config.mesh, rank=options.rank, overlap=overlap)
         except UnevenError as error:
             print(f"exact: all layers are counted, one by one: {error}", file=out)
     return exact(described.function, described.state, described.batch, config.mesh, rank=options.rank, overlap=overlap)
+
+
+def _depths(described: Description) -> set[int]:
+    """The number of layers that a description tells: of its decoder, else of each of its stacks (`ArraySpec`)."""
+    if described.decoder is not None:
+        return {len(described.decoder.blocks)}
+    return {x.shape[0] for x in tree.leaves(described.state) if isinstance(x, ArraySpec) and x.stacked}
+
+
+def _with_depth(describe: Callable[[Any], Description], config: Any, field: str, depth: int) -> Description:
+    return describe(dataclasses.replace(config, **{field: depth}))
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
+
+
+def _field_of_depth(describe: Callable[[Any], Description], config: Any, depths: set[int]) -> str | None:
+    """The field of a Config that decides how many layers there are: with another number in it `describe` tells that
+    one. None: there is none."""
+    for name, value in _fields(config).items():
+        if type(value) is not int or value not in depths:
+            continue
+        for few in _FEW:
+            with contextlib.suppress(ValueError):  # a number that the model cannot have
+                told = _depths(_with_depth(describe, config, name, few))
+                if few in told and value not in told:
+                    return name
+    return None
 
 
 def _print_seconds(plan: Quick, rates: planned.Rates, measured: bool, out: TextIO) -> None:

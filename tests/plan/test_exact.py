@@ -1,6 +1,6 @@
 """The exact plan: counted by hand, against the allocator of a real run, and continued in depth."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from fmegatron import plan, step, tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.collectives.torch_private import group_named
 from fmegatron.layout import Layout, Mesh
+from fmegatron.plan import __main__ as command
 from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.torch_private import schedule
 from fmegatron.plan.wrapper import counted
@@ -172,3 +173,37 @@ def test_what_was_compiled_before_changes_nothing():
         found = [schedule(program.graph_module, program.fakes, dict(program.settings))[0] for _ in range(2)]
     first, again = (source.partition("def call(")[2] for source in found)  # what stands before has numbers of its own
     assert "all_to_all_single" in first and first == again
+
+
+@dataclass(frozen=True)
+class Config:
+    """No field is called "layers", and two others have the number of layers."""
+
+    rows: int = 24
+    blocks_in_all: int = 24
+    steps: int = 24
+
+
+def described_by(of):
+    if of.blocks_in_all % 2:
+        raise ValueError(f"got {of.blocks_in_all} layers, wanted pairs")
+    return decoder(layers=of.blocks_in_all, batch=of.rows)
+
+
+def stacks_of(of):
+    layout = Layout((of.blocks_in_all, 8, 8), torch.float32, Mesh())
+    batch = Layout((of.rows, 8), torch.float32, Mesh())
+    return step.Description(print, {"w": tree.ArraySpec(layout, stacked=True)}, batch)
+
+
+def without_layers(of):
+    return step.Description(print, {"w": Layout((of.blocks_in_all, 8), torch.float32, Mesh())}, tower().batch)
+
+
+@pytest.mark.parametrize(
+    ("describe", "field"), [(described_by, "blocks_in_all"), (stacks_of, "blocks_in_all"), (without_layers, None)]
+)
+def test_the_field_that_decides_the_depth_is_found_by_what_is_described(describe, field):
+    depths = command._depths(describe(Config()))
+    assert depths == ({24} if field else set())
+    assert command._field_of_depth(describe, Config(), {24}) == field
