@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=_count, default=2, help="updates that are compared (default: 2)")
     p.add_argument("--tolerance", type=float, default=1e-10, help="largest relative error (default: 1e-10)")
     p.add_argument("--below", type=_count, help="whole numbers of the batch are drawn from 0 to N - 1 (default: the "
-                   "largest size of a dim of the parameters that the step can index with)", metavar="N")  # fmt: skip
+                   "largest size of a dim of the state that the step can index with)", metavar="N")  # fmt: skip
     return p
 
 
@@ -79,7 +79,7 @@ def compare(
         config: with the mesh.
         steps: updates.
         tolerance: of the relative error.
-        below: bound of the whole numbers in a batch; None: the largest size of a dim of the parameters for which one
+        below: bound of the whole numbers in a batch; None: the largest size of a dim of the state for which one
             rank computes a step.
 
     Raises:
@@ -111,8 +111,7 @@ def _bound(step: Callable, state: Any, batch_layouts: Any, mesh: Mesh) -> int:
     """The largest bound of the whole numbers in a batch with which one rank can compute the step."""
     if all(layout.dtype.is_floating_point for layout in tree.leaves(tree.layouts(batch_layouts))):
         return 2
-    params = getattr(state, "params", state)
-    sizes = sorted({n for x in tree.leaves(params) for n in x.shape if n > 1}, reverse=True)
+    sizes = sorted({n for x in tree.leaves(state) for n in x.shape if n > 1}, reverse=True)
     for size in sizes:
         try:
             testing.simulate(step, mesh, state, _batch(batch_layouts, 0, size))
@@ -121,7 +120,7 @@ def _bound(step: Callable, state: Any, batch_layouts: Any, mesh: Mesh) -> int:
             if not any(words in str(error) for words in ("out of range", "out of bounds")):  # torch's, of an index
                 raise
     raise ValueError(
-        "--below: got none, wanted the bound of the whole numbers in a batch, as no size of a dim of the parameters "
+        "--below: got none, wanted the bound of the whole numbers in a batch, as no size of a dim of the state "
         f"({', '.join(map(str, sizes))}) is one; give --below N"
     )
 

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import pkgutil
 import re
 import types
@@ -53,6 +54,49 @@ def test_each_name_is_shown():
         for name in public(package)
         if not re.search(rf"\b{package.split('.')[-1]}\.{name}\b|import\b[^\n]*\b{name}\b|^ +\"?{name}\b", told, re.M)
     )
+
+
+# Public functions that take any names, by what the names are. Other functions state their arguments: what is passed on
+# is written out, or has the type of a TypedDict, where it would be more than 8.
+NAMES_THAT_ARE_DATA = {
+    "names of axes": "layout.Mesh.__init__ layout.Mesh.rank layout.Mesh.view",
+    "names of transforms, and of their state in files": "optim.chain optim.grouped optim.optimizer",
+    "names of what is written": "loop.JsonLines.__init__ loop.Settings.__init__ loop.Settings.about",
+    "fields of the value that is returned, to be changed": "collectives.Precision.fp32 collectives.Precision.fp64 "
+    "collectives.Precision.bf16 collectives.Precision.fp8_wire collectives.Precision.bf16_wire data.Blend.of_epochs "
+    "layout.Layout.replace tree.ArraySpec.replace model.opened model.llama",
+    "arguments of another library, read by it": "loop.WeightsAndBiases.__init__",
+    "names of other libraries' arguments, refused with what takes their place": "step.jit step.value_and_grad",
+}
+TYPED = {
+    "RestoreOptions": "checkpoint.Manager.restore checkpoint.Manager.restore_latest checkpoint.start",
+    "ChoiceFields": "model.generate model.stream",
+}
+
+
+def any_names() -> dict[str, str]:
+    """{function or method of a public name: the annotation of its **names}."""
+    found, seen = {}, set()
+    for package in PACKAGES:
+        for name in public(package):
+            if id(thing := getattr(importlib.import_module(package), name)) in seen:
+                continue
+            seen.add(id(thing))
+            inner = [(f".{n}", x) for n, x in vars(thing).items() if n[0] != "_"] if isinstance(thing, type) else []
+            made = [(".__init__", vars(thing).get("__init__"))] if isinstance(thing, type) else [("", thing)]
+            for of, function in (*inner, *made):
+                function = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+                if isinstance(function, types.FunctionType):
+                    kinds = [p for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD]
+                    found |= {f"{package.removeprefix('fmegatron.')}.{name}{of}": str(p.annotation) for p in kinds}
+    return found
+
+
+def test_functions_that_take_any_names_are_known():
+    found, data = any_names(), {name for names in NAMES_THAT_ARE_DATA.values() for name in names.split()}
+    typed = {name: f"Unpack[{kind}]" for kind, names in TYPED.items() for name in names.split()}
+    assert {name: kind for name, kind in found.items() if name not in data} == typed
+    assert data <= set(found), sorted(data - set(found))
 
 
 def test_the_page_of_examples(tmp_path, monkeypatch):

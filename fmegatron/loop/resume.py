@@ -166,13 +166,14 @@ class Settings:
         *,
         local: checkpoint.LocalReplicas | None = None,
         step: int | None = None,
-        **options: Any,
+        prefer_finite: bool = True,
+        read: str = "own",
     ) -> Begun:
         """The newest checkpoint, if its settings are those of now or differ by what may differ; else a new run.
 
         fresh: makes the state of a new run. local: replicas on the nodes, which are preferred where they are as new.
-        step: this checkpoint and no other; 0: a new run. options: those of `Manager.restore_latest`. Prints what has
-        changed (rank 0). All ranks call it.
+        step: this checkpoint and no other; 0: a new run. prefer_finite: as of `Manager.restore_latest`, where step is
+        None. read: as of `checkpoint.restore`. Prints what has changed (rank 0). All ranks call it.
         Raises UsageError, before more is read than metadata, for changes that are refused; and what `restore_latest`
         raises.
         """
@@ -180,7 +181,7 @@ class Settings:
             manager.rewind(0)
             return Begun(0, fresh(), 0, {})
         if step is not None:
-            state, metadata = manager.restore(step, target_layouts, **options)
+            state, metadata = manager.restore(step, target_layouts, read=read)
             return self._begun(step, state, metadata)
         newest = manager.latest()
         if local is not None and int(manager.world.minimum(torch.tensor([-max(local.steps(), default=0)]))):
@@ -189,9 +190,9 @@ class Settings:
             return self._begun(*found)
         if newest is None:
             return Begun(0, fresh(), 0, {})
-        before = _metadata(manager, newest, options.get("prefer_finite", True))
+        before = _metadata(manager, newest, prefer_finite)
         changes = None if before is None else self._accepted(before, newest)
-        step, state, metadata = manager.restore_latest(target_layouts, **options)
+        step, state, metadata = manager.restore_latest(target_layouts, prefer_finite=prefer_finite, read=read)
         if changes is None or metadata != before:  # it walked back past one that is damaged, or not finite
             changes = self._accepted(metadata, step)
         if manager.world.rank == 0 and (text := str(changes)):

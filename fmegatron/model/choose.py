@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ class Choice:
         ):
             if not right:
                 raise ValueError(f"Choice.{name}: got {getattr(self, name)!r}, wanted {wanted}")
+
+
+class ChoiceFields(TypedDict, total=False):
+    """The fields of `Choice`, as functions take them by name."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
 
 
 def choose(logits_BV: Tensor, uniform_B: Tensor | None, how: Choice, seen_BV: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from fmegatron import nn, tree
 from fmegatron.collectives import Axes, all_gather
 from fmegatron.model.arrays import TokenContext
-from fmegatron.model.choose import Choice, choose, seen_in
+from fmegatron.model.choose import Choice, ChoiceFields, choose, seen_in
 from fmegatron.model.decoder import Decoder, Part, round_up
 from fmegatron.model.forward import block, known, read_out
 from fmegatron.model.mixer import Slots
@@ -224,7 +224,7 @@ def stream(
     stop_ids: Collection[int] | Tensor = (),
     stop_texts: Sequence[str] = (),
     tokenizer: Tokenizer | None = None,
-    **choice: object,
+    **choice: Unpack[ChoiceFields],
 ) -> Iterator[Tensor]:
     """The next token of every row as it is chosen, int64 [B], at most `count` times: what `generate` returns.
 
@@ -245,7 +245,7 @@ def stream(
     Raises ValueError: prompt and count do not fit into decoder.max_seq, stop texts without a tokenizer, stop ids that
     are no integers, or a choice that cannot be meant.
     """
-    how, texts = Choice(**cast("Any", choice)), texts_of(prompts, of.decoder.vocab_size)
+    how, texts = Choice(**choice), texts_of(prompts, of.decoder.vocab_size)
     if stop_texts and (tokenizer is None or not all(stop_texts) or isinstance(stop_texts, str)):
         raise ValueError(
             f"stop_texts: got {stop_texts!r}, wanted texts of one character or more, and a tokenizer; pass "
@@ -349,11 +349,21 @@ def _read(of: Inference, texts: list[Tensor], count: int, device: torch.device) 
 
 
 def generate(
-    of: Inference, prompts: Tensor | Sequence[Sequence[int] | Tensor], count: int, **options: object
+    of: Inference,
+    prompts: Tensor | Sequence[Sequence[int] | Tensor],
+    count: int,
+    *,
+    key: int = 0,
+    rows: Sequence[int] | None = None,
+    stop_ids: Collection[int] | Tensor = (),
+    stop_texts: Sequence[str] = (),
+    tokenizer: Tokenizer | None = None,
+    **choice: Unpack[ChoiceFields],
 ) -> Tensor:
     """`count` tokens after each prompt, int64 [B, N], ENDED (-1) behind the end of a row; N < count if all ended.
 
     The same on all ranks of a mesh, all of which must call it. The arguments and errors are those of `stream`.
     """
-    tokens = list(stream(of, prompts, count, **cast("Any", options)))
+    ends: Any = {"stop_ids": stop_ids, "stop_texts": stop_texts, "tokenizer": tokenizer}
+    tokens = list(stream(of, prompts, count, key=key, rows=rows, **ends, **choice))
     return torch.stack(tokens, 1) if tokens else torch.zeros(len(prompts), 0, dtype=torch.int64)

@@ -169,10 +169,19 @@ def parity(
 
 
 def assert_parity(
-    make_step: Callable[[Mesh], Callable | Description], mesh: Mesh, *args: Any, **options: Any
+    make_step: Callable[[Mesh], Callable | Description],
+    mesh: Mesh,
+    *args: Any,
+    layouts: tuple | None = None,
+    out_layouts: structure.Tree = None,
+    steps: int = 1,
+    tolerance: float = 1e-10,
+    floor: float = 0.0,
+    fp64: bool = False,
 ) -> Parity:
     """`parity`, as an assertion: raises AssertionError with the outputs that differ and the lines to blame."""
-    result = parity(make_step, mesh, *args, **options)
+    how: Any = {"steps": steps, "tolerance": tolerance, "floor": floor, "fp64": fp64}
+    result = parity(make_step, mesh, *args, layouts=layouts, out_layouts=out_layouts, **how)
     assert result.ok, str(result)
     return result
 

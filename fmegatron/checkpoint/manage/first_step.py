@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.manage.manager import Manager
-from fmegatron.checkpoint.reading.read import Asked, restore_save
+from fmegatron.checkpoint.reading.read import Asked, RestoreOptions, restore_save
 from fmegatron.checkpoint.reading.snapshot import Saved
 from fmegatron.tree import structure
 
 
 def start(
-    manager: Manager, source: Saved, target: structure.Tree = None, *, rank: int | None = None, **options: Any
+    manager: Manager,
+    source: Saved,
+    target: structure.Tree = None,
+    *,
+    rank: int | None = None,
+    **options: Unpack[RestoreOptions],
 ) -> tuple[int, Any, dict[str, Any]]:
     """(step, state, metadata) of a run's newest step, as `Manager.restore_latest`; before its first, from `source`.
 

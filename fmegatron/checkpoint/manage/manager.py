@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver
 from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
@@ -37,6 +37,7 @@ from fmegatron.checkpoint.manage.retention import Keep, is_count, to_delete, wit
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.manage.tracker import LATEST, Latest, write_latest
 from fmegatron.checkpoint.manage.walk import Found, Search
+from fmegatron.checkpoint.reading.read import RestoreOptions
 from fmegatron.checkpoint.writing.saving import save
 from fmegatron.tree import structure
 
@@ -327,7 +328,7 @@ class Manager:
         *,
         rank: int | None = None,
         prefer_finite: bool = True,
-        **options: Any,
+        **options: Unpack[RestoreOptions],
     ) -> tuple[int, Any, dict[str, Any]]:
         """(step, state, metadata) of the newest step that is complete on all ranks; arguments are those of `restore`.
 
@@ -338,13 +339,13 @@ class Manager:
         Raises CheckpointError when no step is good, ValueError when the target does not fit a good one, RuntimeError on
         all ranks when files cannot be looked at: what is there is then unknown, and no older step is taken for it.
         """
-        search = Search(self._steps, target, self.world, rank, options, self.show_progress, prefer_finite)
+        search = Search(self._steps, target, self.world, rank, {**options}, self.show_progress, prefer_finite)
         found = self._timed(search.newest)
         self._went_back(found.step, sure=True)
         return found.step, found.state, found.metadata
 
     def restore(
-        self, step: int, target: structure.Tree = None, *, rank: int | None = None, **options: Any
+        self, step: int, target: structure.Tree = None, *, rank: int | None = None, **options: Unpack[RestoreOptions]
     ) -> tuple[Any, dict[str, Any]]:
         """(state, metadata) of this step and no other; arguments and errors are those of `checkpoint.restore`.
 
@@ -352,7 +353,7 @@ class Manager:
         for this. To only look at a step while a run goes on, use `checkpoint.restore(manager.path(step), ...)`.
         """
         together(self.world, f"restoring from {self._steps.store.text}", lambda: check_step(step))
-        search = Search(self._steps, target, self.world, rank, options, self.show_progress)
+        search = Search(self._steps, target, self.world, rank, {**options}, self.show_progress)
         found = self._timed(lambda: search.one(step))
         self._went_back(found.step, sure=False)
         return found.state, found.metadata

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 
@@ -97,6 +97,20 @@ def restore(
     found = restore_save(path, target, view, into=into, world=world, rank=rank, read=read, device=device)
     found.warn(stacklevel=3)
     return found.state
+
+
+class RestoreOptions(TypedDict, total=False):
+    """Arguments of `restore` that others take by name and pass on as they are."""
+
+    into: structure.Tree
+    strict: str
+    rules: Sequence[Rule]
+    prefix: str
+    initial: structure.Tree
+    read: str
+    cast: bool
+    device: str | torch.device | None
+    verify: bool
 
 
 @dataclass(frozen=True)
