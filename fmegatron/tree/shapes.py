@@ -21,7 +21,7 @@ def specs(
     rules: Rules | Iterable[tuple[str, tuple]] = (),
     init: Init | Iterable[tuple[str, Init]] = NARROW,
     dtype: torch.dtype = torch.float32,
-    strategy: DataParallel | None = None,
+    strategy: DataParallel | str | None = None,
     stacked: str | None = None,
 ) -> Tree:
     """The ArraySpecs of arrays with these global shapes: the one source of layouts, initial values and checkpoints.
@@ -34,8 +34,8 @@ def specs(
         init: initial values of all arrays, or (pattern, init) rows, of which the first that matches decides.
         dtype: of all arrays.
         strategy: over which data axes the arrays are sharded at rest; every array is, on the dim where its rule names a
-            data axis, else on one that the axis divides. None: as the rules state. The specs keep it: gradients, the
-            optimizer's state and rows of batches follow it.
+            data axis, else on one that the axis divides. Or its name (`DataParallel.named`). None: as the rules state.
+            The specs keep it: gradients, the optimizer's state and rows of batches follow it.
         stacked: pattern of paths of arrays whose dim 0 counts layers; the strategy does not split it, so that each rank
             holds a part of every layer.
 
@@ -52,6 +52,7 @@ def specs(
     """
     layout_rules = rules if isinstance(rules, Rules) else Rules([*rules, (".*", ())])
     inits = Rules([(".*", (init,))] if isinstance(init, Init) else [(pattern, (value,)) for pattern, value in init])
+    strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     layers = None if stacked is None else Rules([(stacked, (0,)), (".*", ())])
 
     def one(path: str, shape: Any) -> ArraySpec:

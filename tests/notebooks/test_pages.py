@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fmegatron import check, checkpoint, loop, parity, tree
+from tests.code_lines import code_lines
 from tests.house import LEVELS, ROOT
 
 PAGES = sorted(path.name for path in (ROOT / "notebooks").glob("*.md"))
@@ -50,6 +51,16 @@ def module_of(file):
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_own_experiment_is_short(tmp_path):
+    """Names of fmegatron, at most 15; lines with code, 50."""
+    source = re.search(r"^```python\n(.*?)^```", text_of("own_experiment.md"), re.M | re.S)[1]
+    taken = {name for line in re.findall(r"^from fmegatron\S* import (.+)$", source, re.M) for name in line.split(", ")}
+    rooms = {name for name in taken if (ROOT / "fmegatron" / name).is_dir()}
+    used = set(re.findall(rf"(?<!torch\.)\b(?:{'|'.join(rooms)})\.\w+", source)) | (taken - rooms)
+    (tmp_path / "own.py").write_text(source)
+    assert len(used) <= 15 and code_lines(tmp_path / "own.py") <= 50, " ".join(sorted(used))
 
 
 @pytest.mark.long
