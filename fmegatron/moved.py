@@ -127,7 +127,7 @@ INTERNAL = (
     ("model.families", "model.families.registry", "family_of"),
     ("nn", "nn.attention_blocks", "attention_with_lse"),
     ("nn", "nn.context_parallel", "gathered_attention two_level_attention ulysses_attention zigzag"),
-    ("nn", "nn.dense_attention", "soft_cap visible"),
+    ("nn", "nn.attention_masks", "soft_cap visible"),
     ("nn", "nn.embedding", "positions"),
     ("nn", "nn.loss", "best"),
     ("nn", "nn.mlp", "ACTIVATIONS"),

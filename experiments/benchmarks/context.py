@@ -23,8 +23,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from fmegatron import nn, step
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Mesh
+from fmegatron.nn.attention_masks import Causal
 from fmegatron.nn.context_parallel import gathered_attention, zigzag
-from fmegatron.nn.dense_attention import Causal
 from fmegatron.testing.measure import paired_seconds, report
 from fmegatron.testing.ranks import RankPool
 

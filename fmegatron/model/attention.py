@@ -206,8 +206,9 @@ class Attention(Mixer):
         turned = q + k if self.rope is not None else 0.0
         mincut = (q + 2 * k) + turned + q + lse + dim + stat
         backward, late = 2 * (q + 2 * k) + k + 2 * dim, self.heads != self.kv_heads
-        scores = self.softcap is not None or self.sinks or self.dropout
-        uncounted = ("the scores of attention with softcap, sinks or dropout, which are in memory",) if scores else ()
+        uncounted = ("the scores of attention with dropout, which are in memory",) if self.dropout else ()
+        if self.softcap is not None:
+            uncounted = (*uncounted, "the scores of attention with softcap, in memory block by block")
         return Widths(mincut, mincut + 2 * dim, q + 2 * k + dim, backward, dim, 0.0, late, uncounted)
 
     def products(self, seq_len: int, causal: bool) -> float:

@@ -14,7 +14,7 @@ from fmegatron.collectives import axes, axis_index, ops
 from fmegatron.model.arrays import TokenContext
 from fmegatron.model.draws import dropping
 from fmegatron.model.mixer import Order, Slots
-from fmegatron.nn import context_parallel, dense_attention
+from fmegatron.nn import attention_masks, context_parallel
 
 Context = Literal["ring", "balanced", "gathered", "ulysses", "two_level", "two_level_balanced"]
 FORMS: tuple[Context, ...] = get_args(Context)
@@ -63,7 +63,7 @@ def attention_of(
             f"batch['positions']: got none, wanted int64 [B, S], since context={form!r} has the tokens in zigzag order"
             f"; give data.Batches(..., zigzag={dealt}), which adds them, or choose context='ring'"
         )
-    causal = dense_attention.Causal(at.positions, at.documents, window, balanced)
+    causal = attention_masks.Causal(at.positions, at.documents, window, balanced)
     over: Callable[..., Tensor]
     if form == "gathered":
         over = functools.partial(context_parallel.gathered_attention, cp=cp)
@@ -83,7 +83,7 @@ def visible_of(at: TokenContext, window: int | None) -> Tensor | None:
     """Who sees whom, of the tokens of a rank; None: each all before it, which kernels know."""
     if at.documents is None and at.positions.dim() == 1 and window is None:
         return None
-    return dense_attention.visible(at.positions, at.positions, window, at.documents, at.documents)
+    return attention_masks.visible(at.positions, at.positions, window, at.documents, at.documents)
 
 
 def remembered(

@@ -19,7 +19,7 @@ from fmegatron.model.draws import require_rate
 from fmegatron.model.mixer import Mixer, require_mixer
 from fmegatron.model.norm import Norm, RMSNorm
 from fmegatron.model.rope import Rope
-from fmegatron.nn import dense_attention
+from fmegatron.nn import attention_masks
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Decoder:
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits, capped where the model has a cap."""
-        return logits if self.logit_softcap is None else dense_attention.soft_cap(logits, self.logit_softcap)
+        return logits if self.logit_softcap is None else attention_masks.soft_cap(logits, self.logit_softcap)
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise ValueError if this model cannot be split over the mesh's tp axis, naming the number and a fix."""

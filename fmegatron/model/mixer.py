@@ -19,7 +19,7 @@ from fmegatron import tree
 from fmegatron.layout import Mesh, data_parallel
 from fmegatron.model.arrays import Arrays, TokenContext
 from fmegatron.model.rope import Rope
-from fmegatron.nn import dense_attention
+from fmegatron.nn import attention_masks
 from fmegatron.step import Part
 from fmegatron.tree import structure
 
@@ -82,7 +82,7 @@ class Slots:
             slots_T = torch.arange(length, device=self.slots.device)
             text_BS, text_BT = self.positions >= 0, slots_T >= self.padding[:, None]
             own_BST = text_BS.to(torch.int64)[:, :, None] == text_BT.to(torch.int64)[:, None]
-            self._masks[key] = dense_attention.visible(self.slots, slots_T, window) & own_BST
+            self._masks[key] = attention_masks.visible(self.slots, slots_T, window) & own_BST
         return self._masks[key]
 
 

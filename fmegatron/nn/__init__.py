@@ -1,8 +1,9 @@
 """Maths on local shards: functions only, each collective a visible call. Imports layout, tree and collectives."""
 
 from fmegatron.moved import no_name as _no_name
+from fmegatron.nn.attention_masks import Causal
 from fmegatron.nn.context_parallel import ring_attention
-from fmegatron.nn.dense_attention import Causal, attention
+from fmegatron.nn.dense_attention import attention
 from fmegatron.nn.embedding import embed
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel

@@ -21,8 +21,16 @@ from torch import Tensor
 from fmegatron.collectives import Axes, all_gather, all_to_all, axes, axis_index, ops, ppermute
 from fmegatron.collectives.ops import declare
 from fmegatron.layout.zigzag import zigzag as zigzag_of_layout
-from fmegatron.nn.attention_blocks import block, block_backward, merged, skips_hidden
-from fmegatron.nn.dense_attention import Causal, attention, visible
+from fmegatron.nn.attention_blocks import (
+    block,
+    block_backward,
+    merged,
+    sinks_backward,
+    skips_hidden,
+    with_sinks,
+)
+from fmegatron.nn.attention_masks import Causal, visible
+from fmegatron.nn.dense_attention import attention
 from fmegatron.nn.first_gradient import first_only
 
 __all__ = ["gathered_attention", "ring_attention", "two_level_attention", "ulysses_attention", "zigzag"]
@@ -70,7 +78,7 @@ def ring_attention(
             f"ring gives each rank two parts of the sequence; pad it to a multiple of {2 * cp.size}"
         )
     masked = not balanced or documents is not None or window is not None
-    whole = not masked and softcap is None and skips_hidden(q_BSHK, v_BSGK)
+    whole = not masked and softcap is None and skips_hidden(*(x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK)))
     how = _Ring(cp, window, balanced, masked, softcap, whole)
     at = _stacked(positions, documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
@@ -245,8 +253,7 @@ class _RingAttention(torch.autograd.Function):
             found = (_balanced if how.balanced else _plain)(how, hop, found, (q, at), keys)
         o, lse = (torch.cat(parts, 2) for parts in zip(*found, strict=True))
         if sinks is not None:
-            of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            o = o * (of_keys - lse).exp()[..., None]
+            o, lse = with_sinks(o, lse, sinks)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, at, o, lse)
         return o
@@ -259,9 +266,9 @@ class _RingAttention(torch.autograd.Function):
         dq: Any = 0.0
         dkv: Any = 0.0
         dsinks = None
-        if sinks is not None:  # a key of value 0: p (0 - do o)
-            of_tokens_BHS = (sinks.to(lse.dtype)[:, None] - lse).exp() * (_wide(do) * o).sum(-1)
-            dsinks = -declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
+        if sinks is not None:
+            of_tokens_BHS = sinks_backward(do, o, lse, sinks)
+            dsinks = declare(of_tokens_BHS, how.cp, ("sharded", 2)).sum((0, 2)).to(sinks.dtype)
         for hop, kv, at_k in how.round(*_travelling(k, v, at, how)):
             rows, keys = (q, at, do, o, lse), (*kv.split(widths, -1), at_k)
             dq_now, *dkv_now = (_balanced_backward if how.balanced else _plain_backward)(how, hop, rows, keys)

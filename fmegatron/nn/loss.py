@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fmegatron.collectives import all_gather, axes, axis_index, enter, ops, pmax, psum
-from fmegatron.nn.dense_attention import soft_cap
+from fmegatron.nn.attention_masks import soft_cap
 from fmegatron.nn.embedding import local_ids
 from fmegatron.nn.weight import Weight, dense
 

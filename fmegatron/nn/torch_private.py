@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["flash_on_cpu", "flash_on_cpu_backward", "grouped_mm"]
+__all__ = [
+    "efficient_on_cuda",
+    "efficient_on_cuda_backward",
+    "flash_on_cpu",
+    "flash_on_cpu_backward",
+    "flash_on_cuda",
+    "flash_on_cuda_backward",
+    "grouped_mm",
+]
 
 grouped_mm = torch._grouped_mm
 
@@ -23,9 +31,71 @@ def flash_on_cpu(
 
 
 def flash_on_cpu_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `flash_on_cpu`, of which o and lse are the results, or those of attention to more keys."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, causal, attn_mask=mask
     )
+
+
+def flash_on_cuda(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of attention on CUDA in 16 bits, for grouped heads and heads of at most 256."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q_BHSK, k_BGTK, v_BGTK, 0.0, causal)
+    return o, lse
+
+
+def flash_on_cuda_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `flash_on_cuda`, of which o and lse are the results, or those of attention to more keys."""
+    seed, offset = _no_dropout(q, 2), _no_dropout(q)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
+    )
+
+
+def efficient_on_cuda(
+    q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of attention on CUDA with as many heads of keys as of queries. bias: in q's dtype, added
+    to the scores, broadcast to [B, H, S, T]; every query must see a key. 32 divides S, and 8 T and the widths."""
+    o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q_BHSK, k_BHTK, v_BHTK, _expanded(bias, q_BHSK, k_BHTK), True, 0.0, causal
+    )
+    return o, lse
+
+
+def efficient_on_cuda_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `efficient_on_cuda`, of which o and lse are the results, or those of attention to more keys; a
+    query may see none here."""
+    bias, wanted = _expanded(bias, q, k), [True, True, True, False]
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, bias, o, lse, _no_dropout(q), _no_dropout(q), 0.0, wanted, causal
+    )
+    return dq, dk, dv
+
+
+def _no_dropout(like: Tensor, *shape: int) -> Tensor:
+    """The state of a generator that nothing is drawn from."""
+    return torch.zeros(shape, dtype=torch.int64, device=like.device)
+
+
+def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(*q.shape[:3], k.shape[2])

@@ -13,7 +13,7 @@ from fmegatron import step, tree
 from fmegatron.collectives import Axes, all_gather, enter, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.nn import context_parallel
-from fmegatron.nn.dense_attention import Causal
+from fmegatron.nn.attention_masks import Causal
 
 F64 = torch.float64
 B, S, D, H, G, K = 4, 48, 24, 8, 4, 6

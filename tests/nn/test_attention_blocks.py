@@ -5,13 +5,15 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fmegatron import nn
 from fmegatron.nn import attention_blocks
-from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, merged
-from fmegatron.nn.dense_attention import visible
-from fmegatron.step import jit, value_and_grad
+from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, kernel_of, merged
+from fmegatron.nn.attention_masks import visible
+from fmegatron.step import jit, trace, value_and_grad
 from fmegatron.step.layer import compiled_layer
+from fmegatron.step.torch_private import FakeTensorMode
 from tests.step import tiny
 
 F64 = torch.float64
@@ -30,10 +32,16 @@ def plain(q_BSHK, k_BTGK, v_BTGK, mask):
     return (s.softmax(-1) @ v).transpose(1, 2), s.logsumexp(-1).transpose(1, 2)
 
 
+def numel(node):
+    val = node.meta.get("val")
+    return val.numel() if isinstance(val, torch.Tensor) else 0
+
+
 @pytest.fixture(params=["kernel", "products"])
 def how(request, monkeypatch):
     """With torch's kernel on the CPU, and as on devices where there is none."""
-    monkeypatch.setattr(attention_blocks, "_has_kernel", lambda q, v: request.param == "kernel")
+    if request.param == "products":
+        monkeypatch.setattr(attention_blocks, "kernel_of", lambda *_, **__: None)
 
 
 MASKS = {
@@ -131,6 +139,96 @@ def test_compiled(backend):
     step = value_and_grad(lambda p: sum(x.square().sum() for x in attention_with_lse(p["q"], p["k"], p["v"])))
     p = {"q": q, "k": k, "v": v}
     torch.testing.assert_close(jit(step, backend=backend, patches=tiny.SCALAR)(p), step(p), rtol=1e-12, atol=1e-12)
+
+
+OPTIONS = {
+    "cap": (None, False, 0.7, None),
+    "cap, mask": (MASKS["any"], False, 0.7, 0.4),
+    "cap, sinks": (None, True, 0.7, 0.4),
+    "sinks": (None, True, None, 0.4),
+    "sinks, mask": (MASKS["of rows"], True, None, None),
+    "cap, sinks, mask of heads": (MASKS["of heads"], True, 0.7, None),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sinks_and_caps_in_blocks(how, name, monkeypatch):
+    """Blocks of 4 keys, the last of them smaller; whole rows that see nothing but the sink."""
+    monkeypatch.setattr(attention_blocks, "_TILE", 4)
+    mask, sunk, cap, scale = OPTIONS[name]
+    keys = S if mask is None else T
+    given = [rand(B, S, H, K), rand(B, keys, G, K, seed=1), rand(B, keys, G, K, seed=2)]
+    given += [rand(H, seed=6)] * sunk
+    if mask is not None and sunk:
+        mask = mask.clone()
+        mask[..., 2, :] = False
+
+    def wanted(q, k, v, sinks=None):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
+        s = q @ k.mT * (K**-0.5 if scale is None else scale)
+        s = s if cap is None else cap * (s / cap).tanh()
+        seen = torch.ones(S, S, dtype=torch.bool).tril() if mask is None else mask[:, None] if mask.dim() == 3 else mask
+        s = s.masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            s, v = torch.cat((s, sinks[:, None, None].expand(B, H, S, 1)), -1), F.pad(v, (0, 0, 0, 1))
+        return (s.softmax(-1) @ v).transpose(1, 2)
+
+    def ours(q, k, v, sinks=None):
+        return nn.attention(q, k, v, mask, scale=scale, softcap=cap, sinks_H=sinks)
+
+    do, found = rand(B, S, H, K, seed=9).detach(), []
+    for fn in (ours, wanted):
+        o = fn(*given)
+        found.append([o, *torch.autograd.grad((o * do).sum(), given)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_gradient_is_refused_by_name():
+    q = rand(B, S, H, K)
+    (g,) = torch.autograd.grad(nn.attention(q, q, q, softcap=2.0).sum(), q, create_graph=True)
+    with pytest.raises(ValueError, match=r"attention with sinks or a cap: got a gradient of its gradient"):
+        torch.autograd.grad(g.sum(), q)
+
+
+def test_no_scores_of_all_keys_are_made():
+    """With a cap blocks of them are in memory, one after the other; with sinks none."""
+    sizes = {}
+    for name, cap in (("cap", 3.0), ("sinks", None)):
+
+        def loss(p, cap=cap):
+            x, sinks = p["x"], p["sinks"] if cap is None else None
+            return nn.attention(x, x, x, softcap=cap, sinks_H=sinks).square().sum()
+
+        with FakeTensorMode():
+            p = {"x": torch.zeros(1, 4096, 4, 8), "sinks": torch.zeros(4)}
+        sizes[name] = max(map(numel, trace(value_and_grad(loss), (p,)).graph_module.graph.nodes))
+    assert sizes == {"cap": 4 * 1024 * 1024, "sinks": 4 * 4096 * 8}
+
+
+KERNELS = {
+    ("cpu", torch.float64, 64, 64, True): "flash on the CPU",
+    ("cpu", torch.float32, 64, 32, False): None,
+    ("cuda", torch.bfloat16, 128, 128, False): "flash",
+    ("cuda", torch.float16, 256, 256, False): "flash",
+    ("cuda", torch.bfloat16, 128, 128, True): "memory-efficient",
+    ("cuda", torch.bfloat16, 512, 512, False): "memory-efficient",
+    ("cuda", torch.float32, 64, 64, False): "memory-efficient",
+    ("cuda", torch.bfloat16, 192, 128, False): "memory-efficient",
+    ("cuda", torch.bfloat16, 20, 20, False): None,
+    ("cuda", torch.float64, 64, 64, False): None,
+}
+
+
+def test_which_kernel_computes_a_block():
+    with FakeTensorMode():
+        for (device, dtype, width, values, masked), wanted in KERNELS.items():
+            q, k, v = (torch.empty(1, 2, 64, w, dtype=dtype, device=device) for w in (width, width, values))
+            assert kernel_of(q, k, v, masked, None) == wanted, (device, dtype, width, values, masked)
+            assert kernel_of(q, k, v, masked, 2.0) is None
+            if wanted == "memory-efficient":
+                few = torch.empty(1, 2, 40, width, dtype=dtype, device=device)
+                assert kernel_of(few, k, v, masked, None) is None
 
 
 def test_what_is_visible():

@@ -14,8 +14,8 @@ from fmegatron.collectives import Axes, axis_index, enter, psum, shard
 from fmegatron.layout import Layout, Mesh
 from fmegatron.layout.folding import folded
 from fmegatron.nn import grouped_matmul
+from fmegatron.nn.attention_masks import Causal
 from fmegatron.nn.context_parallel import ring_attention
-from fmegatron.nn.dense_attention import Causal
 from fmegatron.nn.moe import dropless, expert_weights
 from fmegatron.nn.routing import Routing
 from fmegatron.step import check, value_and_grad

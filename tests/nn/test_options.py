@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import nn
-from fmegatron.nn.dense_attention import soft_cap, visible
+from fmegatron.nn.attention_masks import soft_cap, visible
 from fmegatron.nn.mlp import ACTIVATIONS
 from fmegatron.nn.rope import Linear, Llama3, Yarn
 

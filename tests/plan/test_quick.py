@@ -120,12 +120,14 @@ def test_bytes_sent_are_those_of_the_graph(name):
         assert sent.get(axes, 0) == pytest.approx(real.get(axes, 0), rel=0.02, abs=small), axes
 
 
-POLICIES = [("mincut", 2), ("all", 2), ("inputs", 2), ("mincut", 4)]
+POLICIES = [("mincut", 2, False), ("all", 2, False), ("inputs", 2, False), ("mincut", 4, False), ("mincut", 2, True)]
 
 
-@pytest.mark.parametrize(("save", "kv_heads"), few(1, POLICIES, [f"{save}-{n}" for save, n in POLICIES]))
-def test_what_a_block_keeps_is_what_its_forward_returns(save, kv_heads):
-    described = decoder(save=save, kv_heads=kv_heads)
+@pytest.mark.parametrize(
+    ("save", "kv_heads", "sinks"), few(1, POLICIES, [f"{save}-{n}{'-sinks' * of}" for save, n, of in POLICIES])
+)
+def test_what_a_block_keeps_is_what_its_forward_returns(save, kv_heads, sinks):
+    described = decoder(save=save, kv_heads=kv_heads, sinks=sinks)
     entries = opaque_entries(graph_of(*described, device="cpu"))
     forward = next(entry for entry in entries if "_fwd_" in entry.name)
     returned = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype, _ in forward.out_meta)

@@ -69,13 +69,12 @@ def predicting(decoder):
     [
         (Mesh(cp=2), lambda of: of, "keys over cp"),
         (Mesh(dp=2), functools.partial(by_parts, softcap=30.0), "scores of attention"),
-        (Mesh(dp=2), functools.partial(by_parts, sinks=True), "scores of attention"),
         (Mesh(dp=2), functools.partial(by_parts, dropout=0.1), "scores of attention"),
         (Mesh(dp=2), dropping, "what dropout keeps"),
         (Mesh(dp=2), lambda of: dataclasses.replace(of, embed_dropout=0.1), "what dropout keeps"),
         (Mesh(dp=2), predicting, "multi-token prediction"),
     ],
-    ids=["cp", "softcap", "sinks", "dropout of the softmax", "dropout", "dropout of the embedding", "mtp"],
+    ids=["cp", "softcap", "dropout of the softmax", "dropout", "dropout of the embedding", "mtp"],
 )
 def test_a_mesh_of_which_not_all_memory_is_counted_is_undecided(mesh, of, what):
     describe = functools.partial(decoder, of=of)
