@@ -30,6 +30,10 @@ def reported(of):
     return lambda dp, s, b: (s, {"m": of(dp, s, b)})
 
 
+def mean_by(dp, b):
+    return b["x"].sum() / len(b["x"]) / dp.size
+
+
 def beside(dp, p, b):
     return rows(p, b) + p["d"].square().sum() / dp.size + p["own"].square().sum()
 
@@ -57,6 +61,21 @@ def adapted(dp, s, b):
     return {n: s[n] - 0.1 * g[n] / (g[n].square().sqrt() + 1) for n in s}, {}
 
 
+def of_all(over):
+    """A loss that is a term of a sum, over(dp, x) of its own terms, beside what all ranks compute alike."""
+
+    def loss(dp, p, b):
+        pooled = enter(psum((b["x"] * p["c"]).sum(0), dp), dp)
+        return over(dp, rows(p, b), b["x"]) + over(dp, pooled.square().sum() / dp.size, b["x"])
+
+    return trained(loss, "c")
+
+
+def averaged(loss):
+    """Gradients that are summed and divided by the number of ranks."""
+    return trained(lambda dp, p, b: loss(p, b) + p["own"].square().sum() * 0, "c d", lambda dp, g: g / dp.size)
+
+
 RIGHT = {
     "a penalty beside, summed": trained(beside, "c d"),
     "a penalty of both": trained(lambda dp, p, b: beside(dp, p, b) + p["c"].norm() / dp.size, "c d"),
@@ -68,10 +87,21 @@ RIGHT = {
     "a share of a share of all rows": reported(lambda dp, s, b: psum(0.1 * (s["c"].sum() / dp.size) * 2, dp)),
     "a mean of means": reported(lambda dp, s, b: psum(b["x"].mean(), dp) / dp.size),
     "a mean of means, by ones": reported(lambda dp, s, b: psum(b["x"].mean(), dp) / psum(torch.ones(()), dp)),
+    "a mean of sums by rows": reported(lambda dp, s, b: psum(b["x"].sum() / len(b["x"]), dp) / dp.size),
+    "by ranks, then by rows": reported(lambda dp, s, b: (psum(b["x"].sum(0) / dp.size, dp) / len(b["x"])).tanh().sum()),
+    "by rows of a sum, by ranks": reported(
+        lambda dp, s, b: (psum(b["x"].sum(0), dp) / len(b["x"]) / dp.size).tanh().sum()
+    ),
+    "a mean's terms by ranks, and back": reported(lambda dp, s, b: psum(mean_by(dp, b) * dp.size, dp) / dp.size),
+    "terms of a sum, alike": of_all(lambda dp, x, of: x),
+    "terms of a mean, by rows and ranks": of_all(lambda dp, x, of: x / (len(of) * dp.size)),
+    "a share of a sum, summed": reported(lambda dp, s, b: psum(psum(b["x"].sum(), dp) / dp.size, dp)),
+    "gradients of means, averaged": averaged(lambda p, b: rows(p, b) / len(b["x"])),
     "a half": reported(lambda dp, s, b: s["c"].sum() / 2),
     "a half of three": reported(lambda dp, s, b: (s["c"].sum() + s["d"].sum()) / 3),
 }
 WRONG = {
+    "a mean and a sum": trained(lambda dp, p, b: 0.3 * (b["x"] * p["c"]).mean() + rows(p, b), "c"),
     "a penalty beside, not summed": trained(beside, "c"),
     "a number as large as the ranks": trained(lambda dp, p, b: rows(p, b) + p["d"].square().sum() / 2, "c d"),
     "by a view and a function": trained(by_hyperbolic, "c"),
@@ -83,6 +113,22 @@ WRONG = {
     "a share": reported(lambda dp, s, b: s["c"].sum() / dp.size),
     "a share and all": reported(lambda dp, s, b: s["c"].sum() / dp.size + s["d"].sum()),
     "means by a number": reported(lambda dp, s, b: psum(b["x"].mean(), dp) / 2),
+    "a sum, averaged": reported(lambda dp, s, b: psum(b["x"].sum(), dp) / dp.size),
+    "a sum over a count, averaged": reported(
+        lambda dp, s, b: psum(b["x"].sum(), dp) / psum((b["x"] > 0).sum(), dp) / dp.size
+    ),
+    "a mean of sums inside a function": reported(lambda dp, s, b: (psum(b["x"].sum(0), dp) / dp.size).tanh().sum()),
+    "terms divided by the ranks": reported(lambda dp, s, b: psum(b["x"].sum() / dp.size, dp)),
+    "a mean of means, divided again": reported(
+        lambda dp, s, b: psum(b["x"].sum() / len(b["x"]), dp) / dp.size / dp.size
+    ),
+    "a mean's terms by ranks, twice": reported(lambda dp, s, b: psum(mean_by(dp, b), dp) / dp.size),
+    "a mean's terms by ranks, twice, and a number": reported(lambda dp, s, b: psum(mean_by(dp, b) / 3 / dp.size, dp)),
+    "gradients of a sum, averaged": averaged(rows),
+    "gradients of a sum, averaged before": trained(
+        lambda dp, p, b: rows(p, b) / dp.size + p["own"].square().sum() + p["d"].sum() / dp.size, "c d"
+    ),
+    "a total beside a share": reported(lambda dp, s, b: psum(b["x"].sum(), dp) + s["c"].sum() / dp.size),
     "batchmean": reported(
         lambda dp, s, b: psum(torch.nn.functional.kl_div(b["x"], b["x"].exp(), reduction="batchmean"), dp)
     ),
@@ -99,6 +145,16 @@ def test_shares(kind, name):
     report = step.check(make((RIGHT if kind == "right" else WRONG)[name])(MESH), STATE, BATCH)
     assert report.ok == (kind == "right"), report
     assert kind == "wrong" or not report.findings, report
+
+
+@pytest.mark.parametrize("of", [
+    trained(lambda dp, p, b: rows(p, b) + len(b["x"]) * p["d"].logsumexp(0) + p["own"].square().sum(), "c d"),
+    reported(lambda dp, s, b: psum(len(b["x"]) * s["c"].sum(), dp) / (len(b["x"]) * dp.size)),
+    trained(lambda dp, p, b: rows(p, b) + 2 * p["d"].square().sum() + p["own"].square().sum(), "c d"),  # a wrong one
+])  # fmt: skip
+def test_what_a_whole_number_multiplies_may_be_of_each_row(of):
+    report = step.check(make(of)(MESH), STATE, BATCH)
+    assert not report.findings and not report.ok, report
 
 
 @pytest.mark.slow

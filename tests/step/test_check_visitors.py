@@ -11,13 +11,11 @@ from tests.step.visitors.setting import MESHES
 
 CASES = {**models.CASES, **learning.CASES, **optimizers.CASES}
 ALL = [(name, bug) for name, case in CASES.items() for bug in ("", *case.bugs)]
-# Wrong by a number, which no type tells (docs/checking.md): local sizes, means over the ranks of what is none.
+# Wrong by a local size, which no type tells (docs/checking.md).
 CONSTANTS = frozenset(
     (
         ("normalized_over_ranks", "own count"),
         ("deep_sets", "mean of the rank's"),
-        ("flow_matching", "divided twice"),
-        ("accumulated_by_hand", "sum divided"),
     )
 )
 # Right, and refused: a gather beside what other axes split, which a reduce-scatter of the same dim takes back. Open.

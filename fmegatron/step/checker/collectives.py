@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from fmegatron.step.checker.movement import elsewhere, reshaped
 from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of, terms
 from fmegatron.step.checker.values import (
     NOTHING,
+    OWED,
     First,
     Mark,
     Pending,
@@ -60,6 +62,9 @@ from fmegatron.step.checker.values import (
 
 Node = torch.fx.Node
 _SCANS = frozenset("cumsum cumprod logcumsumexp cummax cummin".split())
+# What a sum over the ranks is, of parts that are ..., and of which nothing is known of it.
+_SUM_OF = MappingProxyType(dict.fromkeys(("number", "maybe", "equal", "owed, of a mean"), "mean"))
+_NO_SUM = frozenset(("exact", "either", "part", "mixed"))
 _DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a sum; declare it where it is made'
 
 
@@ -171,7 +176,7 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
                 marks[axis] = scope.unknown(node, why)
             elif wanted == "sum" and x.portion.get(axis) == "mixed":
                 marks[axis] = scope.unknown(node, f"{name} of gradients that are to be summed, and of what is complete")
-            elif wanted == "sum" and not (x.equal_terms or x.portion.get(axis) in ("exact", "owed")):
+            elif wanted == "sum" and not (x.equal_terms or x.portion.get(axis) in ("exact", "either", *OWED)):
                 replicas.append(axis)
         elif mark is None and not scatters:
             folds.append(axis)
@@ -190,7 +195,11 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
     # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis.
     still = [a for a in scope.mesh.names if x.equal_terms and scope.mesh[a] > 1 and out.replicated(a)]
     portion = {**dict.fromkeys(still, "exact"), **out.portion}
-    out = replace(out, equal_terms=False, portion={a: p for a, p in portion.items() if a not in axes})
+    portion = {a: p for a, p in portion.items() if a not in axes}
+    if wanted == "sum" and x.constant is None and not x.equal_terms:
+        sums = [a for a in axes if x.pending(a, "sum") and a not in x.excess and marks[a] is None]
+        portion |= {a: _SUM_OF.get(x.portion.get(a), "total") for a in sums if x.portion.get(a) not in _NO_SUM}
+    out = replace(out, equal_terms=False, portion=portion)
     for axis in replicas:
         what = f"{name} of a value that is already replicated: {scope.mesh[axis]} times too large"
         maybe = x.portion.get(axis) in ("maybe", "equal", "rows")

@@ -24,9 +24,10 @@ from fmegatron.step.checker.dims import folds_of, interleaved, order_of
 from fmegatron.step.checker.interpret import interpreted
 from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.memories import mixed
-from fmegatron.step.checker.owed import owing
 from fmegatron.step.checker.padding import at_output
+from fmegatron.step.checker.shares import owing
 from fmegatron.step.checker.values import (
+    OWED,
     First,
     Mark,
     Pending,
@@ -321,7 +322,7 @@ def _difference(scope: Scope, value: Value, want: Value, axis: str, node: Node, 
         _not_as_wanted(scope, value, axis, node, path, got, wanted)
         return None
     if got == "replicated" and axis in value.portion and value.constant is None:
-        if (mark := owing(scope, value, axis, node)) is not None or value.portion[axis] == "owed":
+        if (mark := owing(scope, value, axis, node)) is not None or value.portion[axis] in OWED:
             return mark
     excess = value.excess.get(axis)
     return too_large(scope, node, axis, excess) if excess else None

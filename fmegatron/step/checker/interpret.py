@@ -23,7 +23,7 @@ from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, Signature, line_of, op_name
 from fmegatron.step.checker.dims import UNIFORM, Misfit, plain, size_of
 from fmegatron.step.checker.marks import strongest
-from fmegatron.step.checker.values import Suspect, Value, of_constant
+from fmegatron.step.checker.values import OWED, Suspect, Value, of_constant
 from fmegatron.step.graph.nodes import entry_of, int_of, items_of, node_of, storage_of, written_by
 from fmegatron.step.torch_private import (
     FakeTensorMode,
@@ -110,7 +110,7 @@ def _still_owed(scope: Scope, node: Node, found: Any) -> Any:
     for source in node.all_input_nodes:
         value = scope.values.get(source)
         for axis, one in value.portion.items() if isinstance(value, Value) and value.portion else ():
-            if one in ("owed", "mixed"):
+            if one in ("mixed", *OWED):
                 owed[axis] = "mixed" if axis in owed else one
     if not owed or kinds.collective_of(node.target) or op_name(node).rstrip("_") in _SCALE_FREE:
         return found

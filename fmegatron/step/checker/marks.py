@@ -24,8 +24,11 @@ import torch
 
 from fmegatron.collectives import kinds, table
 from fmegatron.step.checker.context import Scope, op_name, suspected
+from fmegatron.step.checker.shares import NO_MEAN, is_one, is_share, no_mean, portion_after, shared
 from fmegatron.step.checker.values import (
     NOTHING,
+    OWED,
+    SUMMED,
     Excess,
     First,
     Mark,
@@ -54,6 +57,7 @@ _BY_SIZE = "Divide by the size of the axis: axes[name].size knows that it is the
 _BY_ROWS = "Write it for each row (x.expand(rows).sum()), or add it behind the sum, times the number of all rows"
 _AS_MEAN = "right, where what is pending was multiplied by it, and by a number whether it was cannot be told"
 _TIMES = "Write axes[name].size * x, before other factors: it knows that it is the number of ranks, 0.1 * it does not"
+_MEAN = "Leave the division out; or write the terms as means: x.mean(), or x.sum() / len(x), before that"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
@@ -135,7 +139,7 @@ def _misused(scope: Scope, node: Node, mark: Pending, axis: str, how: str) -> Su
 def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
     first, local_mean = pending[0], any(v.excess[axis].power for v in values if axis in v.excess)
     if kind in _TERMS:
-        owed = all(v.portion.get(axis) == "owed" for v in values if v.pending(axis))
+        owed = all(v.portion.get(axis) in OWED for v in values if v.pending(axis))
         others = [v for v in others if not (v.replicated(axis) and _is_term(v, axis, owed))]
         if kind != "select" and len(pending) > 1 and any(_came(mark.birth) for mark in pending):
             return scope.unknown(node, _RING, _COMPLETE)
@@ -250,7 +254,7 @@ def _averaged(node: Node, axis: str) -> bool:
 def _is_term(v: Value, axis: str, owed: bool) -> bool:
     """Whether what all ranks have is a term of a sum over them: rows that were counted, 1/n of a value, or a gradient
     beside others of which the sum is still to be made."""
-    return v.equal_terms or v.portion.get(axis) == "exact" or (owed and v.portion.get(axis) == "owed")
+    return v.equal_terms or is_share(v, axis) or (owed and v.portion.get(axis) in OWED)
 
 
 def _came(birth: Node | None) -> bool:
@@ -268,7 +272,7 @@ def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> b
 def not_entered(scope: Scope, node: Node, axis: str) -> Unknown | None:
     """The mark of an equal term of a sum that is made of a psum over the axis, of parameters, through which its
     gradient goes back without a psum: an `enter`, which is a view to the same shape, would make one."""
-    todo, seen = [n for n in node.all_input_nodes if _is_share(scope.values.get(n), axis)], set()
+    todo, seen = [n for n in node.all_input_nodes if is_share(scope.values.get(n), axis)], set()
     while todo:
         one = todo.pop()
         if one in seen or one.op != "call_function" or _ends_gradient(one):
@@ -279,10 +283,6 @@ def not_entered(scope: Scope, node: Node, axis: str) -> Unknown | None:
             return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True)
         todo += one.all_input_nodes
     return None
-
-
-def _is_share(value: Any, axis: str) -> bool:
-    return isinstance(value, Value) and value.replicated(axis) and value.portion.get(axis) == "exact"
 
 
 def _ends_gradient(node: Node) -> bool:
@@ -331,81 +331,48 @@ def scaled(
     an excess; empty for another number, which may have been meant to, 2 on two ranks among them, which is 2 on four as
     well. A sum of replicas is divided at once, if at all: by n, or by n times another count. divides: written as a
     division."""
+    back = node.meta.get("backward")
+    if back:  # a gradient begins as much too large as its loss is
+        over = {a: power for a, power in over.items() if x.portion.get(a) not in OWED}
+        if not over and factor:
+            return x
+    means = [a for a, power in over.items() if power == -1 and a not in x.excess and no_mean(x, a)]
+    if means:
+        x = raised(x, means, -1, node, NO_MEAN, loose=True)
+        over = {a: power for a, power in over.items() if a not in means}
+        return scaled(scope, node, x, factor, over, divides) if over else x
     new = [a for a, power in over.items() if power == 1 and a not in x.excess and x.pending(a, "sum")]
-    times = [a for a in new if x.portion.get(a) in (None, "owed", "rows")]
+    times = [a for a in new if x.portion.get(a) in (None, "rows", *OWED, *SUMMED)]
     if times:  # terms of which a sum is n times too large, as those of a mean are: they are divided behind the sum
         x = raised(x, times, 1, node, "terms of a sum over the ranks, times their number: too large by it")
         over = {a: power for a, power in over.items() if a not in times}
         return scaled(scope, node, x, factor, over, divides) if over else x
+    if divides and not over and abs(factor) != 1:  # sum / ranks / rows
+        rows = [a for a, e in x.excess.items() if e.power == -1 and e.what == NO_MEAN]
+        left = {a: e for a, e in x.excess.items() if a not in rows}
+        x = replace(x, excess=left or NOTHING, portion={**x.portion, **dict.fromkeys(rows, "number")}) if rows else x
     too_large_over = [a for a, e in x.excess.items() if e.power]
     if not too_large_over:
-        return _portion(scope, x, factor, over, divides)
+        return portion_after(scope, x, factor, over, divides, divides and not back)
     if over:
         left = {a: e._replace(power=e.power + over.get(a, 0)) for a, e in x.excess.items()}
         left = {a: e for a, e in left.items() if e.power or e.doubt is not None}
-        return _share(replace(x, excess=left or NOTHING), {a: p for a, p in over.items() if a not in x.excess})
+        return shared(replace(x, excess=left or NOTHING), {a: p for a, p in over.items() if a not in x.excess})
     sizes = [
         math.prod(scope.mesh[a] ** float(x.excess[a].power) for a in axes)
         for count in range(len(too_large_over), 0, -1)
         for axes in itertools.combinations(too_large_over, count)
     ]
-    meant = divides or any(_is_one(abs(factor) * size) for size in sizes)
+    meant = divides or any(is_one(abs(factor) * size) for size in sizes)
     if abs(factor) == 1:
         return x
     divisor = 1 / abs(factor) if factor else 0.0
-    whole = round(divisor) if meant and divisor > 1.5 and _is_one(divisor / round(divisor)) else 0
+    whole = round(divisor) if meant and divisor > 1.5 and is_one(divisor / round(divisor)) else 0
     excess = {}
     for axis, e in x.excess.items():
         holds = e.unused and whole and whole % scope.mesh[axis] == 0
         excess[axis] = e._replace(loose=True, sure=e.sure and not holds, unused=False)
     return replace(x, excess=excess)
-
-
-def _portion(scope: Scope, x: Value, factor: float, over: Mapping[str, Fraction], divides: bool) -> Value:
-    """Divided by the number of ranks along some axes a value is a portion of what one rank has; by another number that
-    is a multiple of it, it may be one."""
-    if over:
-        return _share(x, over)
-    count = round(1 / abs(factor)) if factor else 0
-    if count < 2 or not _is_one(abs(factor) * count):
-        return x
-    left = (None, "maybe", "equal", "rows", *(("exact", "part") if divides else ()))
-    big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and x.portion.get(a) in left]
-    found = {a: "maybe" for a in big if count % scope.mesh[a] == 0}
-    for k in range(1, len(big) + 1) if divides else ():
-        for axes in itertools.combinations(big, k):
-            if math.prod(scope.mesh[a] for a in axes) == count:
-                found |= {a: "equal" for a in axes if x.portion.get(a) in (None, "rows")}
-    return replace(x, portion={**x.portion, **found}) if found else x
-
-
-def counted_rows(scope: Scope, x: Value, factor: float) -> Value:
-    """Times a whole number, which may count a rank's rows, as `len(x) * log_determinant` does: a term of a sum over the
-    ranks as well. A float counts nothing."""
-    if type(factor) is not int or abs(factor) < 2:
-        return x
-    found = {a: "rows" for a in scope.mesh.names if scope.mesh[a] > 1 and a not in x.portion and x.replicated(a)}
-    return replace(x, portion={**x.portion, **found}) if found else x
-
-
-def _share(x: Value, over: Mapping[str, Fraction]) -> Value:
-    """A value times powers of numbers of ranks: once divided by n it is 1/n of what it was, and times n that again. A
-    gradient of which the sum is owed stays one: what it is a gradient of was divided."""
-    portion = dict(x.portion)
-    for axis, power in over.items():
-        before = portion.get(axis)
-        before = None if before == "rows" else before
-        if before in ("owed", "mixed"):
-            continue
-        if before == "exact" and power == 1:
-            del portion[axis]
-        elif before not in (None, "maybe") or power < 0:
-            portion[axis] = "exact" if before in (None, "maybe") and power == -1 else "maybe"
-    return replace(x, portion=portion or NOTHING)
-
-
-def _is_one(x: float) -> bool:
-    return abs(x - 1) < 1e-9
 
 
 def excess_after(
@@ -442,8 +409,9 @@ def excess_after(
             if kind != "compare":
                 kept[axis] = first
             continue
-        if kind == "sum" and _means(terms, axis):
-            kept[axis] = first
+        if kind == "sum" and (power := _of_sum(terms, axis)) is not None:
+            if power or doubt is not None:
+                kept[axis] = first._replace(power=power)
             continue
         if all(axis in v.portion for v in terms):  # whatever they were divided by, they are of different size
             first = first._replace(sure=True)
@@ -451,9 +419,13 @@ def excess_after(
     return kept or NOTHING, marks
 
 
-def _means(terms: Sequence[Value], axis: str) -> bool:
-    """Terms of a mean over the ranks: a complete value, added to each, is added to the mean once."""
-    return all(v.pending(axis, "sum") if axis in v.excess else v.replicated(axis) for v in terms)
+def _of_sum(terms: Sequence[Value], axis: str) -> Fraction | None:
+    """The power of a sum over the ranks to which each adds these terms, where it is one: what all of them have is added
+    as often, so a complete value fits a mean, and 1/n of one fits a sum."""
+    powers = [v.excess[axis].power if axis in v.excess else Fraction(0) for v in terms]
+    of_sum = {power + (not v.pending(axis)) for v, power in zip(terms, powers, strict=True)}
+    fits = len(of_sum) == 1 and all(v.pending(axis, "sum") or v.replicated(axis) for v in terms)
+    return of_sum.pop() if fits else None
 
 
 def too_large(scope: Scope, node: Node, axis: str, e: Excess) -> Mark:
@@ -461,6 +433,8 @@ def too_large(scope: Scope, node: Node, axis: str, e: Excess) -> Mark:
     if not e.power:
         assert e.doubt is not None, "an excess of power 0 is kept for its doubt"
         return Unknown(frozenset((e.doubt,)), factor=True, gradient=True)
+    if e.what == NO_MEAN:
+        return scope.unknown(e.node, e.what, _MEAN)._replace(factor=True, gradient=True)
     if e.loose and not e.sure:
         why = f"{e.what}, and whether the numbers that it is multiplied by make up for that cannot be told"
         fix = f"Divide by axes[{axis!r}].size alone, next to it"

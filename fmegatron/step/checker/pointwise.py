@@ -19,8 +19,9 @@ import torch
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, plain, size_of
-from fmegatron.step.checker.marks import FLIPPED, counted_rows, not_entered, raised, scaled
+from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled
 from fmegatron.step.checker.movement import expanded
+from fmegatron.step.checker.shares import counted_rows, is_share
 from fmegatron.step.checker.values import (
     NOTHING,
     First,
@@ -367,8 +368,11 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     if name != "ones_like" or out.dims:
         return out
     loss = given["self"]
-    shares = [a for a, portion in loss.portion.items() if portion == "exact" and loss.replicated(a)]
-    out = replace(out, excess=loss.excess, portion=dict.fromkeys((*sorted(loss.having(Pending)), *shares), "owed"))
+    shares = [a for a in scope.mesh.names if is_share(loss, a)]
+    numbers = ("number", "maybe", "equal")
+    owed = {a: "owed, of a mean" if loss.portion.get(a) in numbers else "owed" for a in sorted(loss.having(Pending))}
+    excess = {a: e for a, e in loss.excess.items() if a not in shares}
+    out = replace(out, excess=excess or NOTHING, portion={**owed, **dict.fromkeys(shares, "owed")})
     open_: dict[str, Mark | None] = {a: mark for a in shares if (mark := not_entered(scope, node, a)) is not None}
     for axis, mark in loss.marks.items():
         if isinstance(mark, (Suspect, Wrong)):  # what it was computed from may not show in the gradient

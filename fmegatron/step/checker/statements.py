@@ -13,7 +13,8 @@ from fmegatron.collectives import kinds, places
 from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import Atom, canonical, joined, plain, size_of
 from fmegatron.step.checker.marks import too_large
-from fmegatron.step.checker.values import Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
+from fmegatron.step.checker.shares import is_share
+from fmegatron.step.checker.values import OWED, Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
 
 Node = torch.fx.Node
 OPEN = (Wrong, Unknown, Suspect)  # marks that a collective leaves as they are
@@ -90,7 +91,7 @@ def declared(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], stated: 
             kind != "replicated"
             and x.replicated(axis)
             and x.constant != 0
-            and not (kind == "partial" and (x.equal_terms or x.portion.get(axis) == "exact"))
+            and not (kind == "partial" and (x.equal_terms or is_share(x, axis)))
         ):
             wrong = Wrong(node, f"declared {kind}, but it does not depend on the rank",
                        "the axis_index in it belongs to another axis?")  # fmt: skip
@@ -135,7 +136,8 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
         else:
             marks[axis] = scope.unknown(node, _ROWS, _COUNT_ONE)
     out = xs[0].marked(marks)
-    portion = {axis: one for axis, one in out.portion.items() if axis not in marks or one == "owed"}
+    portion = {axis: one for axis, one in out.portion.items() if axis not in marks or one in OWED}
+    portion |= {axis: "number" for axis in marks if axis not in portion}  # a sum of as many equal terms, by their count
     return [replace(out, equal_terms=out.equal_terms and not marks, portion=portion), *xs[1:]]
 
 

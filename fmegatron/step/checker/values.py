@@ -163,9 +163,12 @@ class Value:
     portion: axis -> what it is of the value of one rank, where it is the same on all ranks: "exact" 1/n, as it was
     divided by the number of ranks; "part", a sum of that and of what is not; "maybe" 1/n, as it was divided by a number
     that may be made of n, "equal", by one that is as large; "rows", times a whole number that may count a rank's rows,
-    and so a term of a sum over the ranks; "owed", a gradient of a loss that is a sum over that axis,
-    of which the sum is still to be made; "mixed", made of that and of what is complete.  pads: axis -> what its padding
-    is, where shards have some (`padding.py`).
+    and so a term of a sum over the ranks; "owed", a gradient of a loss that is a sum over that axis, of which the sum
+    is still to be made ("owed, of a mean", where a number divided its terms); "mixed", made of that and of what is
+    complete. "number": parts that were divided by a number, which may count a rank's rows, "number/n": and by the
+    number of ranks; a sum of the former over the ranks is a "mean", of others a "total"; a "mean" divided by the number
+    of ranks is "either" complete or 1/n.
+    pads: axis -> what its padding is, where shards have some (`padding.py`).
     ranks: {axis: power} of the numbers of ranks whose product its constant is.
     """
 
@@ -274,6 +277,8 @@ def _less(mark: Mark, gone: frozenset[str]) -> Mark:
     return mark._replace(group=tuple([axis for axis in mark.group if axis not in gone]))
 
 
+OWED = frozenset(("owed", "owed, of a mean"))
+SUMMED = ("number", "total", "mean")
 _TERMS = frozenset(("sum", "beside", "select"))
 _SCALE_FREE = frozenset(("sign", "nan", "finite"))
 
@@ -300,25 +305,40 @@ def _of_terms(axis: str, terms: Sequence[Value]) -> str | None:
     have = {v.portion.get(axis) for v in some if axis not in v.marks} or {v.portion.get(axis) for v in some}
     if len(have) <= 1:
         return have.pop() if have else None
-    if have & {"owed", "mixed"}:
+    if have <= OWED:
+        return "owed"
+    if have & {*OWED, "mixed"}:
         return "mixed"
-    if None not in have:
-        return "part" if "part" in have else "maybe"
-    return "part" if have & {"exact", "part"} else None
+    if have & {"exact", "part"}:
+        return "part"
+    if "either" in have:
+        return "maybe"
+    if have <= {None, "total", "mean"}:
+        return "total"
+    return None if None in have else "number" if "number" in have else "maybe"
 
 
 def _of_factors(axis: str, kind: str, factors: Sequence[Value]) -> str | None:
     linear = kind in ("same", "product", "quotient")
     if len(factors) == 1:
         one = factors[0].portion[axis]
-        return one if linear else "mixed" if one in ("owed", "mixed") else None
-    have = [one for v in factors if (one := v.portion.get(axis)) is not None]
-    below = kind == "quotient" and factors[1].portion.get(axis) is not None
-    if "owed" in have or "mixed" in have:  # linear in one gradient, whatever it is multiplied with or divided by
-        by_one = kind == "quotient" and factors[1].portion.get(axis) == "owed"
-        return "owed" if linear and not by_one and have.count("owed") == 1 and "mixed" not in have else "mixed"
-    if not linear or not have:
+        return one if linear else "mixed" if one == "mixed" or one in OWED else None
+    first, second = factors[0].portion.get(axis), factors[1].portion.get(axis)
+    if len(factors) == 2 and (second is None or (first is None and kind != "quotient")):  # as nearly always
+        one = second if first is None else first
+        return one if linear else "mixed" if one == "mixed" or one in OWED else None
+    all_ = [one for v in factors if (one := v.portion.get(axis)) is not None]
+    have = [one for one in all_ if one not in SUMMED]
+    below = kind == "quotient" and factors[1].portion.get(axis) in have
+    owed = [one for one in have if one in OWED]
+    if owed or "mixed" in have:  # linear in one gradient, whatever it is multiplied with or divided by
+        by_one = kind == "quotient" and factors[1].portion.get(axis) in OWED
+        return owed[0] if linear and not by_one and len(owed) == 1 and "mixed" not in have else "mixed"
+    if not linear or not all_:
         return None
+    if not have:
+        above = [v.portion.get(axis) for v in factors[: 1 if kind == "quotient" else None]]
+        return next((one for one in SUMMED if one in above), None)
     return have[0] if len(have) == 1 and not below else "maybe"
 
 
