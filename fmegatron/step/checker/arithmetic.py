@@ -10,7 +10,19 @@ from typing import NamedTuple
 import torch
 
 from fmegatron.step.checker.context import Scope, op_name, suspected
-from fmegatron.step.checker.dims import NOWHERE, UNIFORM, Atom, Dim, canonical, folds_of, met, over, size_of, unfolded
+from fmegatron.step.checker.dims import (
+    NOWHERE,
+    UNIFORM,
+    Atom,
+    Dim,
+    canonical,
+    folds_of,
+    met,
+    numbers_along,
+    over,
+    size_of,
+    unfolded,
+)
 from fmegatron.step.checker.marks import excess_after, pending_after, strongest
 from fmegatron.step.checker.values import (
     Excess,
@@ -23,7 +35,6 @@ from fmegatron.step.checker.values import (
     Value,
     Varying,
     Wrong,
-    filled,
     portions,
 )
 
@@ -61,7 +72,7 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
                 counted |= meeting.counted
                 unclear |= meeting.unclear
     if any([v.constant == 0 for v in values]) and _is_zero(node, kind, values):
-        return filled([size_of(dim) for dim in dims], 0)
+        return Value(tuple(map(numbers_along, dims)), constant=0)
     terms = _are_terms(node, kind, values)
     folded = any([atom.fold for dim in dims for atom in dim])
     portion = portions(kind, values)

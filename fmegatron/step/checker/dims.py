@@ -90,6 +90,15 @@ def folds_of(dim: Dim) -> tuple[Fold, ...]:
     return tuple([atom.fold for atom in dim if atom.fold])
 
 
+def numbers_along(dim: Dim) -> Dim:
+    """A dim of that shape along which all numbers are the same: what counted them, or is to reduce them, is gone."""
+    if not any([atom.fold or atom.counted or atom.runs for atom in dim]):
+        return dim
+    return canonical(
+        tuple([Atom(a.size, UNIFORM) if a.fold or a.counted or (a.runs and not a.sharded) else a for a in dim])
+    )
+
+
 def order_of(dim: Dim) -> tuple[str, ...]:
     """The axes that shard a dim, major first."""
     return tuple(axis for atom in dim for axis in atom.axes or ())

@@ -428,8 +428,10 @@ def stack(scope: Scope, node: Node, given: dict) -> Value:
     """Values along a new dim."""
     xs = given["tensors"]
     out = unsqueezed(elementwise(scope, node, "beside", list(xs)), given["dim"])
-    out = _with_dim(out, given["dim"] % len(out.dims), plain(len(xs)))
-    return replace(out, constant=0 if {x.constant for x in xs} == {0} else None)
+    numbers = {x.constant for x in xs}
+    number = numbers.pop() if len(numbers) == 1 and not out.marks else None
+    out = _with_dim(out, given["dim"] % len(out.dims), plain(len(xs), UNIFORM if number else ()))
+    return replace(out, constant=number)
 
 
 def repeat(scope: Scope, node: Node, given: dict) -> Value:

@@ -18,7 +18,7 @@ import torch
 
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
-from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, plain, size_of
+from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, numbers_along, plain, size_of
 from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled
 from fmegatron.step.checker.movement import expanded
 from fmegatron.step.checker.shares import counted_rows, is_share
@@ -27,9 +27,11 @@ from fmegatron.step.checker.values import (
     First,
     Mark,
     Pending,
+    Somewhere,
     Suspect,
     Unknown,
     Value,
+    Varying,
     Wrong,
     counted,
     filled,
@@ -349,7 +351,8 @@ def with_number(scope: Scope, node: Node, operands: Sequence[Value], out: Value)
         result = node.target(*args, **kwargs)
     if not isinstance(result, torch.Tensor) or result.dim():
         return out
-    return replace(out, dims=filled(tuple(node.meta["val"].shape), 0).dims, constant=result.item())
+    terms = any([v.equal_terms for v in operands])
+    return replace(out, dims=tuple(map(numbers_along, out.dims)), constant=result.item(), equal_terms=terms)
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -361,10 +364,13 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     name = op_name(node)
     value = given.get("fill_value", given.get("value", given.get("s")))
     value = 0 if "zero" in name else 1 if "ones" in name else value
-    out = filled(shape_of(node), value if isinstance(value, (int, float)) else None)
+    number_ = value if isinstance(value, (int, float)) else None
+    if number_ is not None and (name.endswith("_like") or name.rstrip("_") in ("fill", "zero")):
+        out = _like(scope, given["self"], number_)
+    else:  # a number that the step writes may count what a rank has
+        out = filled(shape_of(node), number_)
+        out = replace(out, equal_terms=bool(out.constant) and not name.endswith("_like"))
     out = replace(out, ranks=node.meta["ranks"]) if "ranks" in node.meta else out
-    if not name.endswith("_like"):  # a number that the step writes may count what a rank has
-        out = replace(out, equal_terms=bool(out.constant))
     if name != "ones_like" or out.dims:
         return out
     loss = given["self"]
@@ -378,6 +384,20 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
         if isinstance(mark, (Suspect, Wrong)):  # what it was computed from may not show in the gradient
             open_[axis] = scope.unknown(mark.node, f"{mark.what}; a gradient of that is none of the whole")
     return out.marked(open_ | {a: m for a, m in loss.marks.items() if isinstance(m, Unknown) and m.gradient})
+
+
+def _like(scope: Scope, x: Value, number: float) -> Value:
+    """One number everywhere in the shape of a value: of all that one rank has, or of a rank's part, as that is."""
+    dims = tuple([numbers_along(dim) for dim in x.dims])
+    if not number or not x.marks or not x.dims:
+        return Value(dims, constant=number)
+    marks: dict[str, Mark] = {}
+    for axis, mark in x.marks.items():
+        if isinstance(mark, (Suspect, Wrong)):
+            marks[axis] = scope.unknown(mark.node, f"{mark.what}; whether what has its shape is a part")
+        elif isinstance(mark, (Somewhere, Varying)) or (isinstance(mark, Unknown) and not mark.factor):
+            marks[axis] = mark
+    return Value(dims, marks, constant=None if marks else number)
 
 
 def counter(scope: Scope, node: Node, given: dict) -> Value:

@@ -59,6 +59,8 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
     left = tuple([(() if d in gone else dim) for d, dim in enumerate(x.dims) if keep or d not in gone])
     if x.constant == 0 and kind in ("sum", "mean", "max", "min", "root", "prod"):
         return replace(x, dims=left)
+    if x.constant is not None and kind in ("mean", "max", "min"):
+        return replace(x, dims=left)
     terms = _counts(x, inside, kind)
     summed, folds = over(atom for dim in inside for atom in dim), [f for dim in inside for f in folds_of(dim)]
     if x.settled and not summed and not folds:
@@ -140,10 +142,8 @@ def _unfolded(scope, node, out: Value, fold, kind: str, marks: dict) -> Value:
 
 
 def _counts(x: Value, inside: Sequence[Dim], kind: str) -> bool:
-    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one: one of
-    a single element, too, of which no atom is left."""
-    one = x.constant is not None and any(not dim for dim in inside)
-    return x.equal_terms or (kind == "sum" and (one or any(atom.axes is UNIFORM for dim in inside for atom in dim)))
+    """Whether a sum runs along a dim on which x is constant, and which may therefore be a part of a larger one."""
+    return x.equal_terms or (kind == "sum" and any(atom.axes is UNIFORM for dim in inside for atom in dim))
 
 
 def _total(x: Value, inside: Sequence[Dim], kind: str) -> float | None:
