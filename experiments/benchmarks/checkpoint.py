@@ -22,7 +22,7 @@ import torch
 from peers.process import started
 
 from fmegatron import checkpoint, tree
-from fmegatron.checkpoint.writing.plan import plan
+from fmegatron.checkpoint.writing.plan import boxes_to_write, plan
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh, Split
 from fmegatron.testing.measure import paired_seconds, report, seconds
@@ -317,8 +317,7 @@ def scale(flags) -> None:
     def once() -> float:
         start = time.process_time()
         plans = plan(list(leaves), list(leaves.values()))
-        for p in plans:
-            p.writes(9731)
+        boxes_to_write(plans, 9731)
         return time.process_time() - start
 
     report("plan_16384_ranks_2000_leaves", [once() for _ in range(3)], unit="s", bar="< 1.0", where="processor time")

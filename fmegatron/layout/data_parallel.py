@@ -310,7 +310,7 @@ def _room(layout: Layout) -> int:
 
 def _require_split(layout: Layout, axes: list[str], whole: tuple[int, ...]) -> None:
     """ValueError where a large leaf stays full over an axis that was to shard it."""
-    nbytes = layout.local_nbytes(layout.fullest)
+    nbytes = layout.most_nbytes
     left = [axis for axis in axes if layout.mesh[axis] > 1 and axis not in layout.sharded]
     if left and layout.is_even_otherwise and nbytes > _LARGE_BYTES:
         raise ValueError(

@@ -244,7 +244,8 @@ class Layout:
         Ranks with the same shard hold the same elements.
         """
         index = self.mesh.index
-        return tuple(index(rank, axes) for axes in self._shard_axes)
+        self.mesh.check_rank(rank)
+        return tuple([index(rank, axes) if axes else 0 for axes in self._shard_axes])
 
     def rank_of(self, shard: Shard, replica: int = 0) -> int:
         """The rank that holds a shard as its given replica (and stands first along unreduced axes)."""
@@ -380,6 +381,8 @@ class Layout:
     @cached_property
     def fullest(self) -> int:
         """The rank with the largest local tensor; the first of several, 0 where no dim is assigned in pieces."""
+        if not self.assigned:
+            return 0
         most = (max(shares, key=shares.__getitem__, default=0) for shares in (cut.shares() for cut in self.cuts))
         return self.rank_of((*most, 0))
 
@@ -404,6 +407,11 @@ class Layout:
     def local_nbytes(self, rank: int) -> int:
         """Bytes of the rank's local tensor, padding included."""
         return math.prod(self.local_shape(rank)) * self.dtype.itemsize
+
+    @cached_property
+    def most_nbytes(self) -> int:
+        """Bytes of the largest local tensor."""
+        return self.local_nbytes(self.fullest)
 
     # ---- replicas
 

@@ -31,7 +31,7 @@ def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: st
             f"{name}: got another structure than {of}, wanted the same names and containers:\n"
             + "\n".join([*lines[:10], *more])
         )
-    problems = []
+    problems, shapes = [], dict[Layout, tuple[int, ...]]()
     for path, x, item in zip(paths, got, wanted, strict=True):
         layout = item if isinstance(item, Layout) else getattr(item, "layout", None)
         if not isinstance(layout, Layout):
@@ -45,7 +45,8 @@ def check(params: Tree, layouts: Tree, rank: int, name: str = "the tree", of: st
                 "torch.as_tensor"
             )
             continue
-        shape = layout.local_shape(rank)
+        if (shape := shapes.get(layout)) is None:
+            shape = shapes[layout] = layout.local_shape(rank)
         if tuple(x.shape) != shape:
             problems.append(
                 f"  {path}: got local shape {tuple(x.shape)}, wanted {shape} on rank {rank} of {layout}; "

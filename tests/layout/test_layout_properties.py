@@ -36,7 +36,7 @@ def test_every_element_is_held_exactly_once_per_replica(layout):
     shapes_of_ranks = {layout.local_shape(rank) for rank in range(layout.mesh.size)}
     assert layout.is_even == (len(shapes_of_ranks) == 1 and not layout.assigned)
     most = max(layout.local_nbytes(rank) for rank in range(layout.mesh.size))
-    assert layout.local_nbytes(layout.fullest) == most
+    assert layout.most_nbytes == most
     check_cover(layout)
 
 

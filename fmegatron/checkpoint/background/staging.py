@@ -17,7 +17,7 @@ from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.files.format import ALIGN_BYTES
 from fmegatron.checkpoint.files.torch_private import copy_all
 from fmegatron.checkpoint.reading.rounds import in_rounds
-from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, grid_array
+from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_to_write, grid_array
 from fmegatron.checkpoint.writing.unchanged import changed, versions
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box, boxes
@@ -84,17 +84,18 @@ def portions(plans: Sequence[LeafPlan], rank: int, limit: int | None = None) -> 
     def fits(nbytes):
         return limit is None or used + nbytes <= limit
 
-    packed = [i for i, p in enumerate(plans) if p.home == "packed" and p.writes(rank)]
-    for i in packed:
-        add(i, plans[i].layout.local_nbytes(rank))
+    whole = boxes_to_write(plans, rank)
+    for i, p in enumerate(plans):
+        if p.home == "packed" and whole[i]:
+            add(i, p.layout.local_nbytes(rank))
     arrays: dict[str, list[int]] = {}
     for i, p in enumerate(plans):
-        if p.home == "piece" and p.layout.boxes(rank) and p.writes(rank):
+        if p.home == "piece" and whole[i]:
             nbytes = p.layout.local_nbytes(rank)
             if not fits(nbytes):
                 flush()
             add(i, nbytes)
-        elif p.home == "grid" and p.layout.boxes(rank):
+        elif p.home == "grid" and (whole[i] or p.layout.replicas > 1):
             arrays.setdefault(grid_array(p).name, []).append(i)
     for members in arrays.values():
         nbytes = sum(plans[i].layout.local_nbytes(rank) for i in members)

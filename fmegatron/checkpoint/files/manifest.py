@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +34,12 @@ _HEAD = re.compile(rb'\{\s*"format":\s*"[^"]*",\s*"version":\s*\d+,\s*"step":\s*
 # ---- JSON out
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def to_json_text(value: Any) -> str:
     """Compact JSON. Raises ValueError for what JSON does not have (NaN, infinity)."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def layout_to_json(layout: Layout, meshes: list[Mesh]) -> dict[str, Any]:
@@ -49,21 +53,24 @@ def layout_to_json(layout: Layout, meshes: list[Mesh]) -> dict[str, Any]:
 def manifest_to_json(manifest: Manifest) -> bytes:
     """The bytes of manifest.json: one line for each leaf and array. Raises ValueError for metadata that is not JSON."""
 
-    def table(rows: list[tuple[str, Any]]) -> str:
+    def table(rows: Iterable[tuple[str, Any]]) -> str:
         return "{" + ",".join(f"\n  {to_json_text(k)}: {to_json_text(v)}" for k, v in rows) + "\n }"
 
-    leaves, arrays = [], []
-    for leaf in manifest.leaves.values():
-        row = {"shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}
-        if leaf.array is not None:
-            row |= {"array": leaf.array, "at": leaf.at} if leaf.at else {"array": leaf.array}
-        else:
-            row["pieces"] = [{"array": p.array, "offset": p.offset, "boxes": p.boxes} for p in leaf.pieces]
-        leaves.append((leaf.path, row))
-    for a in manifest.arrays.values():
-        row = {"shape": a.shape, "dtype": a.dtype, "chunk": a.chunk, "band": a.band}
-        row |= {"shard": a.shard} if a.shard else {}
-        arrays.append((a.name, {**row, "first_digest": a.first_digest, "digest": a.digest}))
+    def leaves() -> Iterator[tuple[str, Any]]:
+        for leaf in manifest.leaves.values():
+            row = {"shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}
+            if leaf.array is not None:
+                row |= {"array": leaf.array, "at": leaf.at} if leaf.at else {"array": leaf.array}
+            else:
+                row["pieces"] = [{"array": p.array, "offset": p.offset, "boxes": p.boxes} for p in leaf.pieces]
+            yield leaf.path, row
+
+    def arrays() -> Iterator[tuple[str, Any]]:
+        for a in manifest.arrays.values():
+            row = {"shape": a.shape, "dtype": a.dtype, "chunk": a.chunk, "band": a.band}
+            row |= {"shard": a.shard} if a.shard else {}
+            yield a.name, {**row, "first_digest": a.first_digest, "digest": a.digest}
+
     rows = {
         "format": to_json_text(FORMAT),
         "version": to_json_text(manifest.version),
@@ -72,16 +79,16 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "metadata": to_json_text(manifest.metadata),
         "meshes": to_json_text(manifest.meshes),
         "digest_count": to_json_text(manifest.digest_count),
-        "leaves": table(leaves),
-        "arrays": table(arrays),
+        "leaves": table(leaves()),
+        "arrays": table(arrays()),
     }
     data = ("{\n" + ",\n".join(f' "{k}": {v}' for k, v in rows.items()) + "\n}\n").encode()
     try:
         strict_json.check_memory(data)
     except ValueError as error:
         raise ValueError(
-            f"metadata and {len(leaves)} leaves: got a manifest that no reader takes ({error}), wanted a smaller"
-            " one; keep large values in tensors, or stack the leaves of layers"
+            f"metadata and {len(manifest.leaves)} leaves: got a manifest that no reader takes ({error}), wanted a"
+            " smaller one; keep large values in tensors, or stack the leaves of layers"
         ) from None
     return data
 

@@ -36,9 +36,9 @@ def counts(plans: Sequence[LeafPlan]) -> Counts:
             array = grid_array(p)
             arrays[array.name] = array
         elif p.home == "piece":
-            pieces += writers * -(-p.layout.local_nbytes(p.layout.fullest) // MOST_CHUNK_BYTES)
+            pieces += writers * -(-p.layout.most_nbytes // MOST_CHUNK_BYTES)
         else:
-            packed[writers] = packed.get(writers, 0) + p.layout.local_nbytes(p.layout.fullest)
+            packed[writers] = packed.get(writers, 0) + p.layout.most_nbytes
     shards = sum(math.prod(a.file_grid) for a in arrays.values())
     boxes = sum(writers * -(-size // PACKED_BYTES) for writers, size in packed.items())
     groups = {name.rsplit("/", i)[0] for name in arrays for i in range(1, name.count("/") + 1)}

@@ -50,7 +50,7 @@ class Orders:
         plans = tuple(self.plans.values())
         seen = look(plans, flat, self.rank)
         part = write_part(storage, plans, flat, self.rank)
-        require_unchanged(seen, plans, flat, self.rank)
+        require_unchanged(seen)
         part.plan = self.digest  # of all ranks' leaves together
         part.store(storage)
 

@@ -29,7 +29,8 @@ from fmegatron.checkpoint.files.format import (
 from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, marker_to_json, to_json_text
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.writing.plan import LeafPlan, grid_array
-from fmegatron.layout import Box, Mesh
+from fmegatron.files import strict_json
+from fmegatron.layout import Box, Layout, Mesh
 
 
 @dataclass
@@ -95,28 +96,18 @@ def one_chunk(name: str, n: int, dtype: str) -> Array:
     return Array(name, (n,), dtype, (n,), band_shape((n,), dtype_of(dtype).itemsize))
 
 
-def _padded(unit: int) -> tuple[str | int, ...]:
-    return ("padded", unit) if unit > 1 else ("padded",)
-
-
 def plan_digest(plans: Sequence[LeafPlan]) -> str:
     """A digest of what is stored and how; ranks that save together must have the same."""
-    meshes: dict[Mesh, int] = {}  # few; the text of one costs more than all else of a leaf
+    known: dict[Layout, int] = {}  # few; the text of one costs more than all else of a leaf
+    leaves = [(p.path, known.setdefault(p.layout, len(known))) for p in plans]
+    meshes: dict[Mesh, int] = {}
     rows = [
-        (
-            p.path,
-            p.layout.shape,
-            p.layout.dtype,
-            p.layout.spec,
-            (p.layout.flat, *_padded(p.layout.padded)) if p.layout.padded else p.layout.flat,
-            *([p.layout.flat_from] if p.layout.flat_from else []),
-            meshes.setdefault(p.layout.mesh, len(meshes)),
-        )
-        for p in plans
+        (x.shape, x.dtype, x.spec, x.flat, x.flat_from, x.padded, meshes.setdefault(x.mesh, len(meshes))) for x in known
     ]
-    return digest_text(repr((rows, list(meshes))).encode())
+    return digest_text(repr((leaves, rows, list(meshes))).encode())
 
 
+@strict_json.no_collection()
 def merge(
     plans: Sequence[LeafPlan],
     parts: Iterable[Part],

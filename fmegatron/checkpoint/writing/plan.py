@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from fmegatron.checkpoint.files.format import (
     CHUNK_BYTES,
@@ -30,6 +31,7 @@ from fmegatron.checkpoint.files.format import (
     dtype_text,
 )
 from fmegatron.checkpoint.writing.stacks import Entry, stacked
+from fmegatron.files import strict_json
 from fmegatron.layout import Box, Layout, Split, split
 from fmegatron.layout.split import chunk
 
@@ -50,7 +52,7 @@ _SOME_RANKS = 8  # and where they have so little on each of so many
 _SPREAD_RANKS = 1024  # unless ranks are so many that the number of files counts more
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LeafPlan:
     """How one leaf is stored; the same on every rank.
 
@@ -74,10 +76,6 @@ class LeafPlan:
         """Where the array is a stack, the leading index of this leaf."""
         return () if self.stack is None else (self.stack[1],)
 
-    def writes(self, rank: int) -> bool:
-        """Whether the rank writes this leaf's packed or own piece."""
-        return self.layout.owner(rank, self.turn) and bool(self.layout.boxes(rank))
-
 
 def grid_array(leaf: LeafPlan) -> Array:
     """The array in global shape of a leaf that has one, or is in one with others."""
@@ -92,13 +90,18 @@ def _key(leaf: LeafPlan) -> Hashable:
     return leaf.path if leaf.stack is None else leaf.stack[:1]
 
 
+@strict_json.no_collection()
 def plan(paths: Sequence[str], layouts: Sequence[Layout]) -> tuple[LeafPlan, ...]:
     """The plan of a full tree. Costs a few integers per leaf, whatever the number of ranks."""
-    return in_files(homes(paths, layouts))
+    unit_of = cache(cut_unit)
+    return in_files(homes(paths, layouts, unit_of), lambda leaf: unit_of(leaf.layout))
 
 
-def homes(paths: Sequence[str], layouts: Sequence[Layout]) -> list[LeafPlan]:
-    """Homes and chunks of a full tree, for `in_files`."""
+def homes(
+    paths: Sequence[str], layouts: Sequence[Layout], unit_of: Callable[[Layout], tuple[int, ...]] | None = None
+) -> list[LeafPlan]:
+    """Homes and chunks of a full tree, for `in_files`. unit_of: `cut_unit`, which may be remembered."""
+    unit_of = unit_of or cut_unit
     pack = sum(is_small(layout.shape, layout.nbytes) for layout in layouts) > MOST_SMALL
     same: dict[Layout, Layout] = {}  # layers have equal ones: what follows from a layout is computed once
     known: dict[Layout, tuple[str, tuple[int, ...]]] = {}
@@ -107,7 +110,7 @@ def homes(paths: Sequence[str], layouts: Sequence[Layout]) -> list[LeafPlan]:
         if _is_packed(path, x, pack):
             home = "packed", ()  # its cuts need not be known
         elif (home := known.get(x)) is None:
-            home = known[x] = home_of(x.shape, x.dtype.itemsize, cut_unit(x), _most_nbytes(x), x.mesh.size)
+            home = known[x] = home_of(x.shape, x.dtype.itemsize, unit_of(x), x.most_nbytes, x.mesh.size)
         found.append(LeafPlan(path, x, *home))
     return found
 
@@ -132,9 +135,11 @@ def in_files(
         if p.home != "packed" and p.layout.nbytes:
             lines.setdefault((p.layout.replicas, p.layout.replicated), []).append(i)
     for line in lines.values():
-        found = _with_shards([placed[i] for i in line], unit_of, most)
-        for i, p in zip(line, _with_turns(found), strict=True):
-            placed[i] = p
+        found = [placed[i] for i in line]
+        shards = _shards(found, unit_of, most)
+        for i, p, (turn, place) in zip(line, found, _turns(found, shards), strict=True):
+            # `replace` would take most of the time of a plan.
+            placed[i] = LeafPlan(p.path, p.layout, p.home, p.chunk, shards.get(_key(p), ()), p.stack, turn, place)
     return tuple(placed)
 
 
@@ -151,56 +156,66 @@ def _with_stacks(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
     return found
 
 
-def _with_shards(
+def _shards(
     plans: Sequence[LeafPlan], unit_of: Callable[[LeafPlan], tuple[int, ...]], most: int
-) -> list[LeafPlan]:
-    """Leaves of a line, with what is in a file of each."""
+) -> dict[Hashable, tuple[int, ...]]:
+    """What is in a file, for each array of the leaves of a line."""
     layout, counts = plans[0].layout, Counter(p.layout for p in plans)
-    held = sum(count * _most_nbytes(each) for each, count in counts.items())
+    held = sum(count * each.most_nbytes for each, count in counts.items())
     limit = min(most, max(_LEAST_BYTES, held // _LEAST_FILES))
     if layout.replicas > 1 and layout.mesh.size <= _SPREAD_RANKS:
         limit = min(limit, max(_LEAST_BYTES // 2, held // (_SPREAD * layout.replicas)))
-    shards, found = {}, []
+    found: dict[Hashable, tuple[int, ...]] = {}
     for p in plans:
-        if p.home == "grid":
-            if (key := _key(p)) not in shards:
-                shards[key] = _shard(p, unit_of(p), limit)
-            p = replace(p, shard=shards[key])
-        found.append(p)
+        if p.home == "grid" and (key := _key(p)) not in found:
+            found[key] = _shard(p, unit_of(p), limit)
     return found
 
 
-def _with_turns(plans: Sequence[LeafPlan]) -> list[LeafPlan]:
-    """Leaves of a line, with who writes them: replica after replica as much of it."""
+def _turns(
+    plans: Sequence[LeafPlan], shards: dict[Hashable, tuple[int, ...]]
+) -> list[tuple[int, tuple[int, int, int]]]:
+    """Who writes the leaves of a line, (turn, line) of each: replica after replica as much of it."""
     replicas, total = plans[0].layout.replicas, 0
     if replicas == 1:
-        return list(plans)
+        return [(p.turn, p.line) for p in plans]
     places: dict[Hashable, tuple[int, int]] = {}  # by array, where its files begin, and the size of one
     for p in plans:
         if (key := _key(p)) not in places:
-            count, size = _files(p) if p.home == "grid" else (1, _most_nbytes(p.layout))
+            count, size = _files(p, shards[key]) if p.home == "grid" else (1, p.layout.most_nbytes)
             places[key] = total, size
             total += count * size
     found = []
     for p in plans:
         start, size = places[_key(p)]
         turn = 0 if p.home == "grid" else _replica(start, size, replicas, total)
-        found.append(replace(p, turn=turn, line=(start, size, total)))
+        found.append((turn, (start, size, total)))
     return found
 
 
-def _files(leaf: LeafPlan) -> tuple[int, int]:
+def _grid(leaf: LeafPlan) -> tuple[int, ...]:
+    """Chunks along each dim of the leaf's array."""
+    return (*(leaf.stack or ())[2:], *(-(-n // c) for n, c in zip(leaf.layout.shape, leaf.chunk, strict=True)))
+
+
+def _files(leaf: LeafPlan, shard: tuple[int, ...]) -> tuple[int, int]:
     """(number of the files of a leaf's array that a rank holds, bytes of one)."""
-    a = grid_array(leaf)
-    count = a.file_grid[0] if leaf.at else 1
-    count *= sum(math.prod(map(len, ranges)) for ranges in _file_ranges(leaf, leaf.layout.boxes(leaf.layout.fullest)))
-    return count, a.chunk_nbytes * math.prod(min(k, n) for k, n in zip(a.shard, a.grid, strict=bool(a.shard)))
+    grid, lead, layout = _grid(leaf), len(leaf.at), leaf.layout
+    count = -(-grid[0] // (shard[0] if shard else 1)) if lead else 1
+    if layout.flat or layout.padded or any(len(parts) > 1 for parts in layout.parts):
+        boxes = layout.boxes(layout.fullest)
+        count *= sum(math.prod(map(len, ranges)) for ranges in _file_ranges(boxes, leaf.chunk, shard[lead:]))
+    else:
+        span = _span(leaf.chunk, shard[lead:])
+        count *= math.prod(-(-n // c) for n, c in zip(layout.local_shape(layout.fullest), span, strict=True))
+    chunks = math.prod(min(k, n) for k, n in zip(shard, grid, strict=bool(shard)))
+    return count, chunks * math.prod(leaf.chunk) * layout.dtype.itemsize
 
 
 def _joins(layout: Layout) -> bool:
     """Whether a leaf shares an array with one whose path differs in one word: each rank writes a little of it."""
     ranks = layout.mesh.size
-    return ranks >= _MANY_RANKS or (ranks >= _SOME_RANKS and _most_nbytes(layout) <= SMALL_BYTES)
+    return ranks >= _MANY_RANKS or (ranks >= _SOME_RANKS and layout.most_nbytes <= SMALL_BYTES)
 
 
 def _replica(start: int, size: int, replicas: int, total: int) -> int:
@@ -210,14 +225,14 @@ def _replica(start: int, size: int, replicas: int, total: int) -> int:
 
 def _shard(leaf: LeafPlan, unit: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Chunks of a file, for each dim of the leaf's array: those between two cuts, or a part of them from dim 0 on."""
-    a = grid_array(leaf)
-    if math.prod(a.grid) == 1:
+    grid, lead, nbytes = _grid(leaf), len(leaf.at), math.prod(leaf.chunk) * leaf.layout.dtype.itemsize
+    if math.prod(grid) == 1:
         return ()
-    cut = [u < n for u, n in zip((*a.shape[: len(leaf.at)], *unit), a.shape, strict=True)]
-    unit = (*a.grid[: len(leaf.at)], *(u // c for u, c in zip(unit, leaf.chunk, strict=True)))
-    k = [u if cuts else n for u, n, cuts in zip(unit, a.grid, cut, strict=True)]
+    cut = [False] * lead + [u < n for u, n in zip(unit, leaf.layout.shape, strict=True)]
+    inner = (u // c for u, c in zip(unit, leaf.chunk, strict=True))
+    k = [u if cuts else n for u, n, cuts in zip((*grid[:lead], *inner), grid, cut, strict=True)]
     for d, cuts in enumerate(cut):
-        parts = max(-(-math.prod(k) * a.chunk_nbytes // most), -(-math.prod(k) // _MOST_SLOTS))
+        parts = max(-(-math.prod(k) * nbytes // most), -(-math.prod(k) // _MOST_SLOTS))
         if parts > 1:
             tried = range(parts, min(k[d], parts + _MOST_DIVISORS_TRIED if cuts else 2 * parts) + 1)
             parts = next((n for n in tried if k[d] % n == 0), k[d] if cuts else parts)
@@ -225,12 +240,32 @@ def _shard(leaf: LeafPlan, unit: tuple[int, ...], most: int) -> tuple[int, ...]:
     return tuple(k) if math.prod(k) > 1 else ()
 
 
-def _file_ranges(leaf: LeafPlan, boxes: Sequence[Box]) -> list[list[range]]:
-    """For each box, per dim of the leaf, the numbers of the files that it touches."""
-    span = leaf.chunk
-    if leaf.shard:
-        span = tuple(c * k for c, k in zip(leaf.chunk, leaf.shard[len(leaf.at) :], strict=True))
-    return [_chunk_ranges(box, span) for box in boxes]
+def _file_ranges(boxes: Sequence[Box], chunk: tuple[int, ...], shard: tuple[int, ...]) -> list[list[range]]:
+    """For each box, per dim of the leaf, the numbers of the files that it touches. shard: (): one chunk each."""
+    return [_chunk_ranges(box, _span(chunk, shard)) for box in boxes]
+
+
+def _span(chunk: tuple[int, ...], shard: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements of a file along each dim."""
+    return tuple(c * k for c, k in zip(chunk, shard, strict=True)) if shard else chunk
+
+
+def boxes_to_write(plans: Sequence[LeafPlan], rank: int) -> list[tuple[Box, ...]]:
+    """Of each leaf the boxes of the local tensor, if the rank writes all of it.
+
+    None where another replica does, or where replicas share a `grid` leaf: see `chunks_to_write`.
+    """
+    replicas, boxes = dict[Layout, int](), dict[Layout, tuple[Box, ...]]()  # thousands of leaves share a few
+    found = []
+    for p in plans:
+        layout, mine = p.layout, ()
+        if p.home != "grid" or layout.replicas == 1:
+            if (replica := replicas.get(layout)) is None:
+                replica = replicas[layout] = layout.replica(rank)
+            if replica == p.turn and (mine := boxes.get(layout)) is None:
+                mine = boxes[layout] = layout.boxes(rank)
+        found.append(mine)
+    return found
 
 
 def chunks_to_write(leaf: LeafPlan, rank: int) -> list[tuple[tuple[int, ...], Box]]:
@@ -240,7 +275,7 @@ def chunks_to_write(leaf: LeafPlan, rank: int) -> list[tuple[tuple[int, ...], Bo
     """
     boxes, shape, replicas, found = leaf.layout.boxes(rank), leaf.layout.shape, leaf.layout.replicas, []
     shard, (start, size, total) = leaf.shard[len(leaf.at) :] or (1,) * len(leaf.chunk), leaf.line
-    files, mine = _file_ranges(leaf, boxes), leaf.layout.replica(rank)
+    files, mine = _file_ranges(boxes, leaf.chunk, leaf.shard[len(leaf.at) :]), leaf.layout.replica(rank)
     if leaf.stack is not None and replicas > 1:  # the files of the leaves before it
         k = leaf.shard[0] if leaf.shard else 1
         start += leaf.stack[1] // k * size * sum(math.prod(map(len, ranges)) for ranges in files)
@@ -273,11 +308,6 @@ def _is_packed(path: str, layout: Layout, pack: bool) -> bool:
     """Whether a leaf is packed whatever its cuts are. pack: whether there are too many small ones."""
     small = is_small(layout.shape, layout.nbytes)
     return (pack and small) or ((small or not layout.nbytes) and _is_long(path))
-
-
-def _most_nbytes(layout: Layout) -> int:
-    """Bytes of the largest local tensor."""
-    return layout.local_nbytes(layout.fullest)
 
 
 def _is_long(path: str) -> bool:

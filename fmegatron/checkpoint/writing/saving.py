@@ -91,7 +91,7 @@ def save(
         with jointly(world, what):
             seen = look(plans, tensors, world.rank)
             part = write_part(storage, plans, tensors, world.rank)
-            require_unchanged(seen, plans, tensors, world.rank)
+            require_unchanged(seen)
             if not lead:
                 part.store(storage)
         with jointly(world, what):

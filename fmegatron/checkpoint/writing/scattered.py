@@ -38,16 +38,12 @@ class Scattered:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def fullest(self) -> int:
-        """The rank that holds most."""
+    def most_nbytes(self) -> int:
+        """Bytes of the boxes of the rank that holds most."""
         held: dict[int, int] = {}
         for rank, _, shape in self.held:
             held[rank] = held.get(rank, 0) + math.prod(shape)
-        return max(held, key=held.__getitem__, default=0)
-
-    def local_nbytes(self, rank: int) -> int:
-        """Bytes of a rank's boxes."""
-        return sum(math.prod(shape) for holder, _, shape in self.held if holder == rank) * self.dtype.itemsize
+        return max(held.values(), default=0) * self.dtype.itemsize
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
         """The rank's boxes in its local tensor."""

@@ -7,6 +7,7 @@ that differ in one word (adam/m/w, adam/v/w) count, too: there each rank writes 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +34,11 @@ def stacked(leaves: Sequence[Entry]) -> dict[int, tuple[str, int, int]]:
 
     Of several numbers that one counts which most leaves have in common: layers/0/experts/7/w is one of the experts.
     """
-    chosen = _alike([(i, p) for i, p in enumerate(leaves) if p.kind is not None], _NUMBER, int, LEAST_STACK)
+    counts = Counter(p.kind for p in leaves)  # of one that is there once no path need be looked at
+    several = [(i, p) for i, p in enumerate(leaves) if p.kind is not None and counts[p.kind] > 1]
+    chosen = _alike(several, _NUMBER, int, LEAST_STACK)
     inside = {i for members in chosen.values() for _, i in members}
-    rest = [(i, p) for i, p in enumerate(leaves) if p.kind is not None and p.words and i not in inside]
+    rest = [(i, p) for i, p in several if p.words and i not in inside]
     return _named(leaves, chosen | _alike(rest, _WORD, str, 2))
 
 
@@ -57,6 +60,8 @@ def _alike(leaves: list[tuple[int, Entry]], part: re.Pattern, value: Callable[[s
 
 def _named(leaves: Sequence[Entry], chosen: dict) -> dict[int, tuple[str, int, int]]:
     """With a name for each stack: its pattern, or that and a number where another array is in, above or below it."""
+    if not chosen:
+        return {}
     inside = {i for members in chosen.values() for _, i in members}
     taken = {array_name(p.path) for i, p in enumerate(leaves) if i not in inside}
     above = {folder for name in taken for folder in _folders(name)}

@@ -34,7 +34,7 @@ from fmegatron.checkpoint.files.format import (
 )
 from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.writing.part import Part, one_chunk, plan_digest
-from fmegatron.checkpoint.writing.plan import LeafPlan, chunks_to_write, grid_array
+from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_to_write, grid_array
 from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
@@ -74,12 +74,12 @@ def write_part(
                 found = files.setdefault((array.name, file), (array, []))
                 found[1].append(_Chunk(leaf.path, index, box, source))
     jobs = [_file(array, file, some) for (_, file), (array, some) in files.items()]
-    packed: list[tuple[LeafPlan, torch.Tensor]] = []
-    for leaf, x in zip(plans, tensors, strict=True):
-        if leaf.home == "packed" and leaf.writes(rank):
-            packed.append((leaf, x))
-        elif leaf.home == "piece" and leaf.writes(rank):
-            jobs += _pieces(part, leaf, x)
+    packed: list[tuple[LeafPlan, torch.Tensor, tuple[Box, ...]]] = []
+    for leaf, x, boxes in zip(plans, tensors, boxes_to_write(plans, rank), strict=True):
+        if boxes and leaf.home == "packed":
+            packed.append((leaf, x, boxes))
+        elif boxes and leaf.home == "piece":
+            jobs += _pieces(part, leaf, x, boxes)
     jobs += _packed(part, packed)
     _run(storage, jobs)
     for job in jobs:
@@ -191,10 +191,9 @@ def _bands(chunk: np.ndarray, array: Array, digests: np.ndarray, buffer: np.ndar
         yield data.reshape(-1).view(np.uint8)
 
 
-def _pieces(part: Part, leaf: LeafPlan, x: torch.Tensor) -> Iterator[_Job]:
+def _pieces(part: Part, leaf: LeafPlan, x: torch.Tensor, boxes: tuple[Box, ...]) -> Iterator[_Job]:
     """Files of a rank's local storage of a leaf, of one chunk each; `part` notes where it is."""
-    boxes, n, found = leaf.layout.boxes(part.rank), x.numel(), part.pieces.setdefault(leaf.path, [])
-    kept = boxes
+    kept, n, found = boxes, x.numel(), part.pieces.setdefault(leaf.path, [])
     if leaf.layout.padded or x.nbytes > MOST_CHUNK_BYTES:
         kept, n = _closed_up(boxes), sum(box.size for box in boxes)
     for start, stop, some in _in_arrays(kept, n, MOST_CHUNK_BYTES // x.dtype.itemsize):
@@ -214,31 +213,39 @@ def _elements(x: torch.Tensor, boxes: Sequence[Box] | None, start: int, stop: in
     yield torch.cat([box.view(host).reshape(-1) for box in boxes])[start:stop].numpy().view(np.uint8)
 
 
-def _packed(part: Part, leaves: Sequence[tuple[LeafPlan, torch.Tensor]]) -> Iterator[_Job]:
+def _packed(part: Part, leaves: Sequence[tuple[LeafPlan, torch.Tensor, tuple[Box, ...]]]) -> Iterator[_Job]:
     """Files of packed leaves, one after another; `part` notes where they are."""
-    todo: list[Callable[[], Iterator[np.ndarray]]] = []
+    todo: list[tuple[torch.Tensor, tuple[Box, ...] | None]] = []
     size = number = 0
 
     def job() -> _Job:
         array = one_chunk(packed_name(part.rank, number), size, "uint8")
         part.arrays[array.name] = array
-        return _whole("the packed leaves", array, lambda some=tuple(todo): (x for data in some for x in data()))
+        return _whole("the packed leaves", array, partial(_aligned, tuple(todo)))
 
-    for leaf, x in leaves:
-        boxes, nbytes = leaf.layout.boxes(part.rank), x.nbytes
-        kept = boxes
+    for leaf, x, boxes in leaves:
+        kept, nbytes = boxes, x.nbytes
         if leaf.layout.padded:
             kept, nbytes = _closed_up(boxes), sum(box.size for box in boxes) * x.dtype.itemsize
         if todo and size + nbytes > PACKED_BYTES:
             yield job()
             todo, size, number = [], 0, number + 1
         part.pieces[leaf.path] = [Piece(packed_name(part.rank, number), size, kept)]
-        n, padding = nbytes // x.dtype.itemsize, np.zeros(-nbytes % ALIGN_BYTES, np.uint8)
-        some = partial(_elements, x, boxes if kept != boxes else None, 0, n)
-        todo.append(lambda some=some, padding=padding: itertools.chain(some(), [padding]))
-        size += nbytes + padding.nbytes
+        todo.append((x, None if kept is boxes else boxes))
+        size += nbytes + -nbytes % ALIGN_BYTES
     if todo:
         yield job()
+
+
+def _aligned(leaves: Sequence[tuple[torch.Tensor, tuple[Box, ...] | None]]) -> Iterator[np.ndarray]:
+    """The elements of leaves, or of boxes of them, each from a multiple of 64 bytes on."""
+    for x, boxes in leaves:
+        nbytes = 0
+        for block in _elements(x, boxes, 0, x.numel()):
+            nbytes += block.nbytes
+            yield block
+        if nbytes % ALIGN_BYTES:
+            yield np.zeros(-nbytes % ALIGN_BYTES, np.uint8)
 
 
 def _whole(what: str, array: Array, data: Callable[[], Iterable[np.ndarray]]) -> _Job:
