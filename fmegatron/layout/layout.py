@@ -192,8 +192,6 @@ class Layout:
         """What arrays of this layout carry (`tree.place`): one object, so that two of them are compared by identity."""
         return Label(self)
 
-    # ---- which axes do what
-
     def axes(self, dim: int) -> tuple[str, ...]:
         """The axes that split a dim, major first, as written (size-1 axes included)."""
         return entry_axes(self.spec[dim])
@@ -243,8 +241,7 @@ class Layout:
 
         Ranks with the same shard hold the same elements.
         """
-        index = self.mesh.index
-        self.mesh.check_rank(rank)
+        rank, index = self.mesh.check_rank(rank), self.mesh.index
         return tuple([index(rank, axes) if axes else 0 for axes in self._shard_axes])
 
     def rank_of(self, shard: Shard, replica: int = 0) -> int:
@@ -381,10 +378,8 @@ class Layout:
     @cached_property
     def fullest(self) -> int:
         """The rank with the largest local tensor; the first of several, 0 where no dim is assigned in pieces."""
-        if not self.assigned:
-            return 0
         most = (max(shares, key=shares.__getitem__, default=0) for shares in (cut.shares() for cut in self.cuts))
-        return self.rank_of((*most, 0))
+        return self.rank_of((*most, 0)) if self.assigned else 0
 
     @cached_property
     def padding_axes(self) -> tuple[str, ...]:
@@ -412,8 +407,6 @@ class Layout:
     def most_nbytes(self) -> int:
         """Bytes of the largest local tensor."""
         return self.local_nbytes(self.fullest)
-
-    # ---- replicas
 
     @cached_property
     def replicas(self) -> int:

@@ -72,3 +72,12 @@ def test_a_subtree_of_which_nothing_was_saved_is_made_anew(tmp_path):
         checkpoint.restore(tmp_path / "a", {"seen": ONE["seen"].layout}, prefix="buffers")
     with pytest.raises(ValueError, match="net"):
         checkpoint.restore(tmp_path / "a", {"seen": ONE["seen"]})
+
+
+def test_what_a_rule_brings_to_it_is_refused(tmp_path):
+    """And not left out in silence: a leaf of another name was held, and somebody wants it."""
+    checkpoint.save(tmp_path / "a", {"w": WHOLE["w"], "old": WHOLE["cache"]})
+    to = checkpoint.rename("old", "cache")
+    with pytest.raises(ValueError, match=r"cache: got old by a rule, wanted nothing, .* checkpoint.drop\('cache'\)"):
+        checkpoint.restore(tmp_path / "a", ONE, rules=[to])
+    assert_same_bits(checkpoint.restore(tmp_path / "a", ONE, rules=[to, checkpoint.drop("cache")]), ANEW)

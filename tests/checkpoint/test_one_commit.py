@@ -41,6 +41,19 @@ def folder_place(tmp_path):
     return FolderStore(str(tmp_path / "step_00000007"))
 
 
+def test_a_token_that_is_a_link_is_refused_as_one(folder_place, tmp_path):
+    """A save whose files somebody moved to a larger disk."""
+    checkpoint.save(folder_place, state(3), ONE, step=7)
+    token, big = folder_place.pointer()["root"], tmp_path / "big"
+    shutil.move(folder_place.at(token), big)
+    os.symlink(big, folder_place.at(token))
+    with pytest.raises(
+        checkpoint.CheckpointError, match=f"is a link to {big}, and links .* not followed.*restore that"
+    ):
+        checkpoint.restore(folder_place, ONE)
+    assert torch.equal(checkpoint.restore(big, ONE)["w"], state(3)["w"])
+
+
 # ---- the ten traps
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from fmegatron import checkpoint, loop
 from fmegatron.checkpoint import CheckpointError, Manager
+from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.stores import open_store
 from tests.checkpoint.fake_world import run
 from tests.checkpoint.test_line import filled
@@ -120,3 +121,15 @@ def test_a_newer_step_that_an_older_release_kept_apart(tmp_path, newest):
             assert [manager.latest(), manager.latest()] == [newest] * 2
     texts = [str(one.message) for one in said if "temporary: got step 20" in str(one.message)]
     assert len(texts) == (newest != 30) and all(f"move step_00000020 to {tmp_path}" in text for text in texts)
+
+
+def test_the_newest_step_is_found_in_one_listing(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path / "step_00000020", state(1), ONE)
+    manager, listed, real = Manager(tmp_path), [], FolderStore.children
+
+    def children(store):
+        listed.append(store.path)
+        return real(store)
+
+    monkeypatch.setattr(FolderStore, "children", children)
+    assert manager.latest() == 20 and listed.count(str(tmp_path)) == 1

@@ -12,8 +12,8 @@ FORKS = """
 import os, sys, torch
 from fmegatron import checkpoint
 folder, before = sys.argv[1:]
-manager = checkpoint.Manager(folder + "/steps", show_progress=False) if before == "manager" else None
-if before == "save":
+manager = checkpoint.Manager(folder + "/steps", show_progress=False) if before.startswith("manager") else None
+if before in ("save", "manager and save"):
     checkpoint.save(folder + "/parent", {"w": torch.ones(3)})
 if before == "restore":
     checkpoint.restore(folder + "/given")
@@ -30,7 +30,7 @@ if not pid:
         print("error:", error, flush=True)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-if before != "nothing":
+if before not in ("nothing", "manager"):
     checkpoint.save(folder + "/parent again", {"w": torch.ones(3)})
 """
 LATE = """
@@ -56,17 +56,17 @@ def said(python, code, *args):
     return done.stdout
 
 
-@pytest.mark.parametrize("before", ["nothing", "save", "restore"])
+@pytest.mark.parametrize("before", ["nothing", "manager", "save", "manager and save", "restore"])
 def test_a_fork_of_a_process_that_has_saved(tmp_path, python, before):
     from fmegatron import checkpoint
 
     checkpoint.save(tmp_path / "given", {"w": [1]})
     out = said(python, FORKS, tmp_path, before)
-    if before == "nothing":
+    if before in ("nothing", "manager"):
         assert out == "saved\n"
         return
     assert out.startswith("error: checkpoint: got a call in process ") and "a fork of process" in out
-    assert not os.path.exists(tmp_path / "child")
+    assert not os.path.exists(tmp_path / "child") and not os.path.exists(tmp_path / "steps")
 
 
 def test_behind_the_end_of_the_main_thread(tmp_path):

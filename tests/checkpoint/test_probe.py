@@ -89,14 +89,18 @@ def test_every_writer_syncs_its_own_files_where_directories_cannot_be(tmp_path, 
         assert written and written <= synced, rank
 
 
-def test_what_a_killed_probe_leaves_is_in_nobodys_way(tmp_path):
-    """In a directory that was there and empty, as a mount point is."""
-    (tmp_path / "a").mkdir()
-    left = tmp_path / "a" / f"{whole.BESIDE}{'x' * 8}-1-1-00000000"
+@pytest.mark.parametrize("where", ["in it", "in a checkpoint", "beside it"])
+def test_what_a_killed_probe_leaves_is_in_nobodys_way(tmp_path, where):
+    """In a directory that was there and empty, as a mount point is; or that held a checkpoint; or that is not there."""
+    if where == "in a checkpoint":
+        checkpoint.save(tmp_path / "a", state(2), ONE)
+    elif where == "in it":
+        (tmp_path / "a").mkdir()
+    left = (tmp_path if where == "beside it" else tmp_path / "a") / f"{whole.BESIDE}{'x' * 8}-1-1-00000000"
     left.write_bytes(b"fmeg")
     os.utime(left, (1, 1))
     place = FolderStore(str(tmp_path / "a"))
-    assert place.inside() == [] and place.is_begun()
+    assert where == "in a checkpoint" or (place.inside() == [] and place.is_begun())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.save(place, state(1), ONE)

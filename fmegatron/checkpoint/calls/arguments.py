@@ -55,9 +55,16 @@ def check_path(path: Any) -> None:
 
 
 def ranks_of(world: Any) -> Ranks:
-    """The world, or for None that of this process alone. Raises ValueError for what ranks cannot talk through, and
-    RuntimeError in a process that cannot save or restore (`check_process`)."""
+    """The world, or for None that of this process alone, for a call that saves or restores.
+
+    Raises ValueError for what ranks cannot talk through, RuntimeError in a process that cannot (`check_process`).
+    """
     check_process()
+    return known_ranks(world)
+
+
+def known_ranks(world: Any) -> Ranks:
+    """`ranks_of` for what saves or restores later, perhaps in a fork of this process."""
     if world is None:
         return World.alone("cpu")
     if not all(callable(getattr(world, name, None)) for name in _WORLD):

@@ -306,11 +306,15 @@ class FolderStore(Place[Folder]):
     def prepare(self) -> None:
         """Make the directory above it, durably."""
         self._check_target()
-        trees.make_directories(os.path.dirname(self.path))
+        parent = os.path.dirname(self.path)
+        trees.make_directories(parent)
+        for at in (self.path, parent):
+            with suppress(PermissionError):  # a directory that we may write into and not read
+                Notes(at).clean()  # of probes that were killed
         try:
             can = probe(self.path)
         except FileNotFoundError:  # there is none, or another process removes it now
-            can = probe(os.path.dirname(self.path))
+            can = probe(parent)
         if not can:
             text = "got a file system that cannot sync directories, so a power cut may lose names of new checkpoints"
             warnings.warn(f"{self.path}: {text}; their files are synced", RuntimeWarning, stacklevel=4)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from fmegatron.checkpoint.calls.arguments import check_process
+
 _REQUEST_BYTES = 8 << 20  # most bytes of one read
 _GAP_BYTES = 128 << 10  # a gap that is cheaper to read than to ask twice
 
@@ -30,7 +32,8 @@ class KeyValues:
 
     @cached_property
     def kv(self) -> ts.KvStore:
-        """The open store."""
+        """The open store, which has threads of its own: none of them is in a fork of this process."""
+        check_process()
         return done(ts.KvStore.open(self.spec, context=self.context))
 
     def below(self, folder: str) -> KeyValues:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -190,6 +191,9 @@ def _read_marker(storage: Storage) -> dict[str, Any]:
         what = "is a directory, but holds no complete checkpoint" if disk.is_directory(root) else "does not exist"
         what = "is a file" if disk.is_file(root) else what
         hint = recognized(storage) or "check the path, or restore another step"
+        if disk.is_link(root):  # in the place of a save: others may change what it leads to, or remove it
+            what = f"is a link to {os.path.realpath(root)}, and links inside of a checkpoint are not followed"
+            hint = "put in its place what it leads to, or restore that"
         raise CheckpointError(
             f"{root}: got no {MARKER} file ({root} {what}), wanted a checkpoint that was saved to its end; {hint}"
         ) from None

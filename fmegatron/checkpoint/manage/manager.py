@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from fmegatron.checkpoint.background.async_save import AsyncSaver
-from fmegatron.checkpoint.calls.arguments import check_step, ranks_of
+from fmegatron.checkpoint.calls.arguments import check_step, known_ranks, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files import leases
@@ -76,7 +76,7 @@ class Manager:
             raise ValueError(
                 f"Manager: got {got}, wanted a whole number of at least 1, a Keep, or None to keep all; pass keep=2"
             )
-        self.directory, self.world, self.show_progress = directory, ranks_of(world), show_progress
+        self.directory, self.world, self.show_progress = directory, known_ranks(world), show_progress
         self._given = world
         self.keep = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
         self._warned = False  # of content that is not ours
@@ -207,7 +207,7 @@ class Manager:
         written, unless training went back (`restore`, `restore_latest`, `rewind`): then what is newer is set aside.
         The same for finite=False in the place of a good save of this step, which stays.
         """
-        ranks, of, began = self.world, self._steps, time.perf_counter()
+        ranks, of, began = ranks_of(self.world), self._steps, time.perf_counter()
         what = f"saving into {of.store.text}"
 
         def prepare():

@@ -40,8 +40,6 @@ def others(steps: Steps) -> str | None:
 
 def newer_temporary(steps: Steps, newest: int | None) -> str | None:
     """That a run of before has kept a newer step apart, in `temporary`, as the text of a warning. Raises OSError."""
-    if "temporary" not in steps.store.children():
-        return None
     apart = Steps(steps.store.child("temporary"))
     if not (found := apart.complete(above=-1 if newest is None else newest)):
         return None

@@ -95,6 +95,11 @@ def match(
         view: View | None = None
         if i in anew:
             view = filled(layout.shape, Fill.ZEROS)
+            if path in views and (others := views[path].sources - {path}):  # what is stored under this path is known
+                problems.append(
+                    f"{path}: got {', '.join(sorted(others)[:3])} by a rule, wanted nothing, as it is not saved and"
+                    f" made anew; rename to another leaf, or leave it out: checkpoint.drop({path!r}) behind that rule"
+                )
         elif path in fresh or (path in unexpected and has_initial):
             view = filled(layout.shape, Fill.FRESH)
         elif path in views:
