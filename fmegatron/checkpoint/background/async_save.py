@@ -55,6 +55,10 @@ def save_async(
     None makes one for this save, which is closed when the save has ended. All ranks call `handle.poll()` once a step:
     that is what drives a save of several ranks to its end. Leaving Python without `result()` abandons the save.
 
+    What another thread writes before this returns is an error, of `poll` and `result`, that names the leaf, as far as
+    torch counts writes: those through numpy or `.data` it does not, and such a leaf may be saved half (to look at all
+    memory again would take as long as to copy it; `save` does look).
+
     Raises ValueError and RuntimeError on all ranks as `save` does for a request that is wrong (then nothing is begun);
     what fails later is raised by `poll` and `result`.
     """
