@@ -1,73 +1,65 @@
-"""Fetches every rank its shard of one set: from its own disk, else from the next holder with an intact copy."""
+"""Fetches every rank what it wants of one set: from its own disk, else from the next holder with an intact copy.
+
+Who wants what of which shard is known by arithmetic (pieces.py), so only numbers of shards are agreed on, and bytes
+travel. A copy that fails is struck from the list of all ranks, which therefore ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import collections
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fmegatron.checkpoint.background.staging import Portion, portions
 from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.files.format import CheckpointError, bits, digest
+from fmegatron.checkpoint.files.format import CheckpointError, digest
 from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.targets import Target
+from fmegatron.checkpoint.local.pieces import Piece, Pieces, into_portion, part_of, put
 from fmegatron.checkpoint.local.shard import Shard
 from fmegatron.checkpoint.reading.fetch import Fetch
-from fmegatron.checkpoint.writing.plan import LeafPlan
-from fmegatron.layout import Box, boxes
+from fmegatron.checkpoint.reading.rounds import in_rounds
 
 _MOST_TEXTS = 8  # failing ranks that are quoted, of maybe thousands
 
 
-class Plans(Protocol):
-    """The plan of the shard of every rank, by rank."""
+@dataclass(frozen=True)
+class Wanted:
+    """What this rank wants, and has: its targets, the shards of the set on this node by rank, bytes sent at a time."""
 
-    def __getitem__(self, rank: int, /) -> Sequence[LeafPlan]: ...
+    targets: Sequence[Target]
+    mine: Mapping[int, Shard]
+    portion_bytes: int
 
 
-def fetch_set(
-    tensors: Sequence[torch.Tensor],
-    plans: Plans,
-    mine: dict[int, Shard],
-    holders: Sequence[Sequence[int]],
-    step: int,
-    world: Ranks,
-    portion_bytes: int,
-    notes: list[str],
-) -> list[list[int]] | None:
-    """Fill this rank's tensors with its shard; per shard the holders that did not fail, or None on all ranks.
-
-    In turn n, the n-th holder of every shard that is still missing sends it: a list that ends, however bad the copies.
+def fetch_all(wanted: Wanted, pieces: Pieces, good: list[list[int]], what: str, world: Ranks, notes: list[str]) -> bool:
+    """Fill the targets of all ranks; False on all of them where a shard has no good copy left.
 
     Args:
-        tensors: the leaves of this rank's shard, CPU, contiguous.
-        plans: by rank, how its shard is cut into portions (`shard_plan`).
-        mine: the shards of this set on this node, by rank.
-        holders: per shard the ranks that have it, in the order in which they are tried.
-        step: for messages.
+        wanted: by this rank.
+        pieces: which of them are in which shard.
+        good: per shard the ranks that hold it, in the order in which they are tried; those that fail are taken out.
+        what: for messages.
         world: all ranks.
-        portion_bytes: sent at a time.
         notes: what was skipped is added.
     """
-    good, missing = [list(h) for h in holders], set(range(world.size))
-    for turn in range(max(map(len, holders))):
-        pairs = {rank: holders[rank][turn] for rank in sorted(missing)}
+    missing = set(pieces.of(world.rank) or ())
+    while True:
+        holders = {shard: world.rank if world.rank in good[shard] else good[shard][0] for shard in sorted(missing)}
         told: list[str] = []
-        found = _one_turn(tensors, plans, mine, pairs, world, portion_bytes, told)
-        row = torch.tensor([world.rank in missing and not found, bool(told)])
-        failed, talks = world.gather_rows(row.long()).T.tolist()
+        missing = _one_turn(wanted, pieces, holders, world, told)
+        counts, talks = world.gather_rows(torch.tensor([len(missing), int(bool(told))])).T.tolist()
         if any(talks):
-            notes += [f"local replicas of step {step}: {text}" for text in tell_all(world, talks, "; ".join(told))]
-        missing = {rank for rank, bad in enumerate(failed) if bad}
-        for rank in missing:
-            good[rank].remove(pairs[rank])
-        if not missing:
-            return good
-        if lost := [rank for rank in sorted(missing) if turn + 1 >= len(holders[rank])]:
-            notes.append(f"skipped the local replicas of step {step}: no good copy of the shards of ranks {few(lost)}")
-            break
-    return None
+            notes += [f"{what}: {text}" for text in tell_all(world, talks, "; ".join(dict.fromkeys(told)))]
+        if not any(counts):
+            return True
+        failed = _table([(shard, holders[shard]) for shard in missing], world)
+        for shard, holder in {(shard, holder) for _, shard, holder in failed}:
+            good[shard].remove(holder)
+        if not all(good[shard] for _, shard, _ in failed):
+            return False
 
 
 def few(ranks: Sequence[int]) -> str:
@@ -82,85 +74,105 @@ def tell_all(world: Ranks, talks: Sequence[int], text: str) -> list[str]:
     return texts + ([f"and {len(speakers) - _MOST_TEXTS} more ranks"] if len(speakers) > _MOST_TEXTS else [])
 
 
-def _one_turn(
-    tensors: Sequence[torch.Tensor],
-    plans: Plans,
-    mine: dict[int, Shard],
-    pairs: dict[int, int],
-    world: Ranks,
-    portion_bytes: int,
-    told: list[str],
-) -> bool:
-    """Move the shards of `pairs` (shard -> holder); whether this rank's shard is among them and came in full.
+def _table(rows: Sequence[tuple[int, int]], world: Ranks) -> list[tuple[int, int, int]]:
+    """(rank, *row) of the rows of all ranks, sorted."""
+    counts = world.gather_rows(torch.tensor([len(rows)])).reshape(-1).tolist()
+    if not (most := max(counts)):
+        return []
+    mine = torch.zeros((most, 2), dtype=torch.int64)
+    if rows:
+        mine[: len(rows)] = torch.tensor(rows)
+    found = world.gather_rows(mine.reshape(-1)).view(world.size, most, 2).tolist()
+    return sorted((rank, a, b) for rank, n in enumerate(counts) for a, b in found[rank][:n])
+
+
+@dataclass
+class _Transfer:
+    """What one rank gets of one shard. The rest of it is left out once `alive` is false."""
+
+    shard: int
+    peer: int
+    portions: list[list[Piece]]
+    alive: bool = True
+
+    def part(self, n: int) -> torch.Tensor | None:
+        """Memory of portion n; None where it does not come."""
+        if not self.alive or n >= len(self.portions):
+            return None
+        return self._buffer[: sum(piece.nbytes for piece in self.portions[n])]
+
+    @functools.cached_property
+    def _buffer(self) -> torch.Tensor:
+        return torch.empty(max(sum(x.nbytes for x in some) for some in self.portions), dtype=torch.uint8)
+
+
+def _one_turn(wanted: Wanted, pieces: Pieces, holders: Mapping[int, int], world: Ranks, told: list[str]) -> set[int]:
+    """Read, send and receive; which of the shards of `holders` (shard -> who is asked) this rank did not get.
 
     A sender verifies what it reads; it sends beside each portion whether that was good, and a digest of the portion,
     which the receiver compares.
     """
-    rank, source = world.rank, pairs.get(world.rank)
-    if source == rank:
-        places = [(p, _full(p), x) for p, x in zip(plans[rank], tensors, strict=True)]
-        found = _read(mine[rank], places, told)
-    else:
-        found = source is not None
-    cut = {to: portions(plans[to], 0, portion_bytes) for to, holder in pairs.items() if to != holder}
-    outgoing = [to for to, holder in pairs.items() if holder == rank and to != rank]
-    buffers = {to: torch.empty(max(p.nbytes for p in cut[to]), dtype=torch.uint8) for to in outgoing}
-    alive, incoming = set(outgoing), found and source != rank
-    buffer = torch.empty(max(p.nbytes for p in cut[rank]) if incoming else 0, dtype=torch.uint8)
-    for n in range(max(map(len, cut.values()), default=0)):
-        sends, receives = [], []
-        for to in [to for to in outgoing if to in alive and n < len(cut[to])]:
-            part = buffers[to][: cut[to][n].nbytes]
-            if not _read(mine[to], _places(cut[to][n], plans[to], part), told):
-                alive.remove(to)
-            sends += [(to, torch.tensor([to in alive, digest(part.numpy()) >> 1])), (to, part)]
-        head = torch.zeros(2, dtype=torch.int64)
-        receiving = incoming and n < len(cut[rank])
-        if receiving:
-            part = buffer[: cut[rank][n].nbytes]
-            assert source is not None, "what comes in has a source"
-            receives = [(source, head), (source, part)]
+    rank, mine = world.rank, pieces.of(world.rank) or {}
+    table = _table([(shard, holder) for shard, holder in holders.items() if holder != rank], world)
+    ends = collections.Counter(end for to, _, holder in table for end in (("to", to), ("from", holder)))
+    most = max(1, wanted.portion_bytes // max(ends.values(), default=1))  # so much of each at a time
+    failed = {s for s, holder in holders.items() if holder == rank and not _own(wanted, mine[s], s, most, told)}
+    outgoing = [_Transfer(s, to, pieces.portions(to, s, most)) for to, s, holder in table if holder == rank]
+    incoming = [_Transfer(s, holder, pieces.portions(rank, s, most)) for to, s, holder in table if to == rank]
+    for n in range(max((len(one.portions) for one in (*outgoing, *incoming)), default=0)):
+        sends, receives, came = [], [], []
+        for one in outgoing:
+            if (part := one.part(n)) is not None:
+                one.alive = read(wanted.mine[one.shard], one.shard, into_portion(one.portions[n], part), told)
+                sends += [(one.peer, torch.tensor([one.alive, digest(part.numpy()) >> 1])), (one.peer, part)]
+        for one in incoming:
+            if (part := one.part(n)) is not None:
+                came.append((one, torch.zeros(2, dtype=torch.int64), part))
+                receives += [(one.peer, x) for x in came[-1][1:]]
         world.exchange(sends, receives)
-        if receiving:
-            incoming = found = bool(head[0])
-            if found and digest(part.numpy()) >> 1 != int(head[1]):
-                told.append(f"a portion of the shard of rank {rank} was altered on its way from rank {source}")
-                found = False  # the rest of it comes all the same
-            if found:
-                for p, box, data in _places(cut[rank][n], plans[rank], part):
-                    bits(box.view(tensors[plans[rank].index(p)])).copy_(bits(data))
-    return found
+        for one, head, part in came:
+            one.alive = bool(head[0])
+            if one.alive and digest(part.numpy()) >> 1 != int(head[1]):
+                told.append(f"a portion of the shard of rank {one.shard} was altered on its way from rank {one.peer}")
+                failed.add(one.shard)  # the rest of it comes all the same
+            elif not one.alive:
+                failed.add(one.shard)
+            elif one.shard not in failed:
+                for piece, memory in into_portion(one.portions[n], part):
+                    put(memory, part_of(wanted.targets[piece.want], piece.box))
+    return failed
 
 
-Place = tuple[LeafPlan, Box, torch.Tensor]  # a leaf, a box of it, and the memory that holds the box
+def _own(wanted: Wanted, pieces: Sequence[Piece], shard: int, most: int, told: list[str]) -> bool:
+    """Read what is on this node; what is in another order there than it is wanted, in portions."""
+    items = [(piece, part_of(wanted.targets[piece.want], piece.box)) for piece in pieces]
+    if not read(wanted.mine[shard], shard, [(piece, view) for piece, view in items if piece.direct(view)], told):
+        return False
+    others = [block for piece, view in items if not piece.direct(view) for block in piece.cut(most)]
+    return all(
+        read(wanted.mine[shard], shard, [(x, part_of(wanted.targets[x.want], x.box)) for x in some], told)
+        for some in in_rounds(others, most)
+    )
 
 
-def _full(p: LeafPlan) -> Box:
-    return Box((0,) * len(p.layout.shape), p.layout.shape, 0, boxes.row_major_strides(p.layout.shape))
-
-
-def _places(portion: Portion, plans: Sequence[LeafPlan], memory: torch.Tensor) -> Iterator[Place]:
-    """What is where in the memory of a portion; each box as a view of the local tensor."""
-    for slot in portion.slots:
-        p = plans[slot.leaf]
-        flat = memory[slot.offset : slot.offset + slot.nbytes].view(p.layout.dtype)
-        if slot.chunks is None:
-            yield p, _full(p), flat.view(p.layout.shape)
-            continue
-        for (_, box), (_, at) in zip(slot.chunks, slot.staged(), strict=True):
-            yield p, box, at.view(flat)
-
-
-def _read(shard: Shard, places: Sequence[Place] | Iterator[Place], told: list[str]) -> bool:
-    """Read boxes of a shard into memory, verified; False, with a note, if that cannot be."""
+def read(shard: Shard, rank: int, items: Sequence[tuple[Piece, torch.Tensor]], told: list[str]) -> bool:
+    """Read pieces of the shard of a rank into views, verified; False, with a note, if that cannot be."""
     try:
-        wanted: dict[str, list[Target]] = {}
-        for p, box, memory in places:
-            if memory.numel():
-                wanted.setdefault(p.path, []).append(Target(p.path, box, memory, p.layout.dtype))
+        found: dict[str, list[Target]] = {}
+        late = []
+        for piece, view in items:
+            leaf, layout = shard.save.manifest.leaves.get(piece.path), piece.layout
+            if leaf is None or (leaf.shape, leaf.torch_dtype) != (layout.local_shape(rank), layout.dtype):
+                raise CheckpointError(f"{shard.text}: {piece.path}: is not that of rank {rank} under {layout}")
+            target, memory = piece.target(rank, view)
+            found.setdefault(piece.path, []).append(target)
+            if memory is not view:
+                late.append((memory, view))
         with Fetch(shard.save, True) as fetch:
-            for path, targets in wanted.items():
+            for path, targets in found.items():
                 fetch.add(shard.save.manifest.leaves[path], targets)
+        for memory, view in late:
+            put(memory, view)
         return True
     except (CheckpointError, SavedAgain) as error:
         told.append(str(error))

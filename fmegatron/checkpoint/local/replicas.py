@@ -19,7 +19,7 @@ from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
 from fmegatron.checkpoint.local.recover import Found, recover
-from fmegatron.checkpoint.local.saving import Saving
+from fmegatron.checkpoint.local.saving import How, Saving
 from fmegatron.checkpoint.local.shard import Content
 from fmegatron.checkpoint.local.shelf import Shelf
 from fmegatron.checkpoint.manage.manager import Manager
@@ -27,66 +27,13 @@ from fmegatron.checkpoint.writing.saving import agreed, check_names, check_reque
 from fmegatron.tree import structure
 
 
-class Handle:
-    """A save whose files are being written; `poll` or `result` make it count. Both are called by all ranks together."""
-
-    def __init__(self, saving: Saving | None, shelf: Shelf, keep: int, warning: str):
-        self._saving, self._shelf, self._keep, self._warning = saving, shelf, keep, warning
-        self._over = saving is None  # None: there is nothing to store
-        self._error: BaseException | None = None
-
-    def poll(self) -> bool:
-        """False while a rank still writes; True once the set counts. Costs one small gather, and a few more when the
-        elements are written and when all is. Raises as `result`."""
-        saving = self._saving
-        if saving is not None and not self._over:
-            idle = saving.world.gather_rows(torch.tensor([int(saving.idle())]))
-            if not bool(idle.all()):
-                return False
-            if not saving.sealed:
-                self._attempt(saving.seal)
-                return False
-        self.result()
-        return True
-
-    def result(self) -> None:
-        """Wait until the set counts on all ranks, then delete older steps.
-
-        Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
-        """
-        saving = self._saving
-        if saving is not None and not self._over:
-            if not saving.sealed:
-                self._attempt(saving.seal)
-            self._attempt(saving.commit)
-            self._over = True
-            self._shelf.retain(saving.content.step, saving.number, self._keep)
-            if saving.world.rank == 0 and self._warning:
-                warnings.warn(self._warning, RuntimeWarning, stacklevel=3)
-        elif self._error is not None:
-            raise self._error
-
-    def abandon(self) -> None:
-        """Give up a save that does not count yet; needs no other rank, and nothing is left of it here."""
-        if self._saving is not None and not self._over:
-            self._over, self._error = True, RuntimeError(f"{self._shelf.path}: the save was abandoned")
-            self._saving.abandon()
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._over, self._error = True, error
-            raise
-
-
 @dataclass(frozen=True)
 class LocalReplicas:
     """Saves to node-local storage (a RAM disk, an SSD), with each shard on `copies` nodes; recovery by peers.
 
     The state is the directories themselves: each shard is a checkpoint that every tool reads (FORMAT.md). `save`
-    returns when all is written (copy, exchange, disk); `save_async` leaves the disk to a thread. Local replicas are for
-    the same layouts on as many ranks: for anything else, `restore_latest` goes to the global checkpoint.
+    returns when all is written (copy, exchange, disk); `save_async` leaves the disk to a thread. `restore_latest` takes
+    any layouts on any number of ranks, if what they want is on the nodes that are left.
 
     Args:
         directory: where this node keeps replicas; it may differ from node to node, and ranks of a node may share it.
@@ -186,7 +133,7 @@ class LocalReplicas:
         *,
         finite: bool | None = None,
         most_bytes: int = 8 << 30,
-    ) -> Handle:
+    ) -> Saving:
         """`save` that leaves the disk to a thread: it blocks for copy and exchange, and the state may change after it.
 
         Call `handle.poll()` once a step on all ranks, or `handle.result()`; the set counts from then on. One save at a
@@ -203,7 +150,7 @@ class LocalReplicas:
         """
         return self._begin(step, state, layouts, metadata, finite, most_bytes)
 
-    def _begin(self, step, state, layouts, metadata, finite, most_bytes) -> Handle:
+    def _begin(self, step, state, layouts, metadata, finite, most_bytes) -> Saving:
         world, shelf = self._ranks, self.shelf
 
         def prepare():
@@ -218,26 +165,22 @@ class LocalReplicas:
             if world.rank == 0:
                 text = f"local replicas of step {step} were not stored: its loss or gradient norm is not finite"
                 warnings.warn(f"{shelf.path}: {text}", RuntimeWarning, stacklevel=3)
-            return Handle(None, shelf, self.keep, "")
-        group = next(group for group in groups if world.rank in group)
+            groups = ((),)
+        group = next((group for group in groups if world.rank in group), ())
         user = json.loads(world.broadcast_text(to_json_text(metadata or {})))  # rank 0's, as of a global checkpoint
         (paths, leaves, _), held = flat_layouts(layouts), are_saved(layouts)
         what = list(compress(paths, held)), list(compress(leaves, held))
         content = Content(self.run, step, world.size, *what, user, finite)
-        saving = Saving(shelf, content, group, world, self.portion_bytes, self.durable, most_bytes)
-        saving.exchange(tensors)
-        least = min(map(len, groups))
-        return Handle(
-            saving,
-            shelf,
-            self.keep,
-            ""
-            if self.groups is not None or least >= self.copies
-            else (
+        least, warning = min(map(len, groups)), ""
+        if self.groups is None and least < self.copies:
+            warning = (
                 f"local replicas: some shards are on {least} node{'s' * (least > 1)} only, {self.copies} were wanted;"
                 " add nodes, make them even, or pass a smaller copies="
-            ),
-        )
+            )
+        how = How(self.portion_bytes, self.durable, most_bytes, self.keep, warning)
+        saving = Saving(shelf, content, group, world, how)
+        saving.exchange(tensors)
+        return saving
 
     def steps(self) -> list[int]:
         """The steps of which this node holds something, in rising order; whether that is good, reading will show."""
@@ -251,18 +194,19 @@ class LocalReplicas:
         device: str | torch.device | None = None,
         protect: bool = True,
     ) -> tuple[int, Any, dict[str, Any]]:
-        """(step, state, metadata) of the newest step of which every rank's shard is intact on some node.
+        """(step, state, metadata) of the newest step of which all that is wanted is intact on some node.
 
-        Each shard comes from the own disk if it is good there, else from the next holder whose copy is; the sender
-        verifies what it reads, the receiver what it gets. Every source is tried once at most, and all ranks decide
-        the same. What was skipped is reported by RuntimeWarnings.
+        What is on the own disk and good is read there, the rest comes from the next holder whose copy is good, or from
+        a replica; the sender verifies what it reads, the receiver what it gets. A copy that fails is not tried again,
+        and all ranks decide the same. What was skipped is reported by RuntimeWarnings.
 
-        layouts: as they were saved (others are restored from the global checkpoint).
+        layouts: of the leaves that were saved, on any mesh (with other leaves the global checkpoint is restored).
         fallback: the Manager of the global checkpoints: newer ones than the newest local step are preferred, and older
         ones come when no local step is left; or a function `fallback(layouts)` that is called at last and returns the
         same triple.
         device: where the tensors go (default: that of the world).
-        protect: when a node lacks a shard that it should hold (it was replaced), store the set again on all.
+        protect: when a node lacks a shard that it should hold (it was replaced, or the layouts are others), store the
+        step again on all, under the layouts of now.
 
         Raises CheckpointError when nothing is left, ValueError when the layouts do not fit the world.
         """

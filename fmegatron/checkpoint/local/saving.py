@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,8 @@ import torch
 from fmegatron.checkpoint.background.staging import Portion, groups, portions, require_as_staged, stage
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.files.folder import Folder, FolderStore
-from fmegatron.checkpoint.files.format import Manifest, digest
-from fmegatron.checkpoint.files.manifest import to_json_text
-from fmegatron.checkpoint.local.shard import Content, content_id, with_ids
+from fmegatron.checkpoint.files.format import Manifest
+from fmegatron.checkpoint.local.shard import Content, content_id, digest_rows, with_ids
 from fmegatron.checkpoint.local.shelf import Shelf, remove
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan
@@ -127,36 +127,38 @@ class _Draft:
         self.marker = complete(self.storage, manifest, digests)
 
 
-class Saving:
-    """One rank's part in saving a set: `exchange`, `seal`, `commit`, by all ranks.
+class How(NamedTuple):
+    """How a set is saved.
 
-    number: of the save, in names.  sealed: whether `seal` is through.
+    portion_bytes: exchanged and written at a time.  durable: whether files are synced to the disk.  most_bytes: that
+    may wait for a thread that writes; None: written at once.  keep: newest steps that stay when the set counts.
+    warning: of rank 0, then; "" for none.
+    """
+
+    portion_bytes: int
+    durable: bool
+    most_bytes: int | None
+    keep: int
+    warning: str
+
+
+class Saving:
+    """One rank's part in saving a set, and its handle: `exchange`, then `poll` or `result`, by all ranks together.
 
     Args:
         shelf: the directory of this node.
         content: what is saved, the same on all ranks.
-        group: the ranks that keep each other's shards, this one among them.
+        group: the ranks that keep each other's shards, this one among them; of none, nothing is stored.
         world: all ranks.
-        portion_bytes: exchanged and written at a time.
-        durable: whether files are synced to the disk.
-        most_bytes: that may wait for a thread that writes; None: written at once.
+        how: it is saved.
     """
 
-    def __init__(
-        self,
-        shelf: Shelf,
-        content: Content,
-        group: Sequence[int],
-        world: Ranks,
-        portion_bytes: int,
-        durable: bool,
-        most_bytes: int | None,
-    ):
-        self.number, self.sealed, self.world, self.content = 0, False, world, content
-        self._shelf, self._group, self._portion, self._durable = shelf, group, portion_bytes, durable
-        self._guard, self._drafts = _Guard(), {}
-        self._disk = _Disk(self._guard, most_bytes)
+    def __init__(self, shelf: Shelf, content: Content, group: Sequence[int], world: Ranks, how: How):
+        self._shelf, self._content, self._group, self._world, self._how = shelf, content, group, world, how
+        self._guard, self._drafts, self._number = _Guard(), {}, 0
+        self._disk = _Disk(self._guard, how.most_bytes)
         self._what = f"saving local replicas of step {content.step}"
+        self._sealed, self._over, self._error = False, not group, None
 
     def exchange(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring this rank's shard to its group and theirs here, into shards that are no checkpoints yet.
@@ -164,19 +166,58 @@ class Saving:
         The tensors may change when this returns. Extra host memory: a portion for each of the group, and what waits
         for the disk. Raises RuntimeError on all ranks when anything fails on one; then nothing is left behind.
         """
+        if not self._over:
+            self._attempt(self._exchange, tensors)
+
+    def poll(self) -> bool:
+        """False while a rank still writes; True once the set counts. Costs one small gather, and a few more when the
+        elements are written and when all is. Raises as `result`."""
+        if not self._over:
+            if not bool(self._world.gather_rows(torch.tensor([int(self._disk.idle())])).all()):
+                return False
+            if not self._sealed:
+                self._attempt(self._seal)
+                return False
+        self.result()
+        return True
+
+    def result(self) -> None:
+        """Wait until the set counts on all ranks, then delete older steps.
+
+        Raises RuntimeError, on all ranks, with the first failing rank's message; then nothing is left of the set.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._over:
+            if not self._sealed:
+                self._attempt(self._seal)
+            self._attempt(self._commit)
+            self._over = True
+            self._shelf.retain(self._content.step, self._number, self._how.keep)
+            if self._world.rank == 0 and self._how.warning:
+                warnings.warn(self._how.warning, RuntimeWarning, stacklevel=3)
+
+    def abandon(self) -> None:
+        """Give up a save that does not count yet; needs no other rank, and nothing is left of it here."""
+        if not self._over:
+            self._over, self._error = True, RuntimeError(f"{self._shelf.path}: the save was abandoned")
+            self._discard()
+
+    def _attempt(self, work: Callable[..., None], *args: Any) -> None:
         try:
-            self._exchange(tensors)
-        except BaseException:
+            work(*args)
+        except BaseException as error:
+            self._over, self._error = True, error
             self._discard()
             raise
 
     def _exchange(self, tensors: Sequence[torch.Tensor]) -> None:
-        world, rank, group, guard, content = self.world, self.world.rank, self._group, self._guard, self.content
+        world, rank, group, guard, content = self._world, self._world.rank, self._group, self._guard, self._content
         plans = {member: content.plan(member) for member in group}
-        cut = {member: portions(plans[member], 0, self._portion) for member in group}
-        layouts = digest(to_json_text(content.rows).encode()) >> 1  # 63 bits: a positive int64
-        rows = world.gather_rows(torch.tensor([len(cut[rank]), layouts, secrets.randbits(63)])).tolist()
-        self.number = rows[0][2]  # that of rank 0
+        cut = {member: portions(plans[member], 0, self._how.portion_bytes) for member in group}
+        number = secrets.randbits(63)
+        rows = world.gather_rows(torch.tensor([len(cut[rank]), digest_rows(content.rows), number])).tolist()
+        self._number = rows[0][2]  # that of rank 0
         if len({one for _, one, _ in rows}) > 1:
             raise ValueError("layouts: got different ones on the ranks, wanted the same tree; give it to save on all")
         peers = [member for member in group if member != rank]
@@ -201,29 +242,18 @@ class Saving:
         together(world, self._what, guard.check)
 
     def _begin(self, member: int, plans: tuple[LeafPlan, ...]) -> _Draft:
-        place = self._shelf.place(self.content.step, member, self.number)
+        place = self._shelf.place(self._content.step, member, self._number)
         storage = place.begin()
-        return _Draft(place, storage if self._durable else _Volatile(storage.root, lease=storage.lease), plans)
-
-    def idle(self) -> bool:
-        """Whether the disk has done all that this rank gave it, or has failed."""
-        return self._disk.idle()
-
-    def seal(self) -> None:
-        """Wait for the elements, then write the manifests, which name the set. Raises as `exchange`."""
-        try:
-            self._seal()
-        except BaseException:
-            self._discard()
-            raise
+        return _Draft(place, storage if self._how.durable else _Volatile(storage.root, lease=storage.lease), plans)
 
     def _seal(self) -> None:
-        world = self.world
+        """Wait for the elements, then write the manifests, which name the set."""
+        world = self._world
 
         def merged() -> tuple[dict[int, tuple[Manifest, np.ndarray]], dict[int, int]]:
             self._disk.drain()
             self._guard.check()
-            found = {member: draft.merge(self.content, member) for member, draft in self._drafts.items()}
+            found = {member: draft.merge(self._content, member) for member, draft in self._drafts.items()}
             return found, {member: content_id(manifest) for member, (manifest, _) in found.items()}
 
         manifests, ids = together(world, self._what, merged)
@@ -238,14 +268,10 @@ class Saving:
                 self._disk.do(self._drafts[member].complete, with_ids(manifest, known), digests)
 
         together(world, self._what, verify)
-        self.sealed = True
+        self._sealed = True
 
-    def commit(self) -> None:
-        """Wait for the disk, then give the shards their names; the set counts when this returns, on all ranks.
-
-        Raises RuntimeError on all ranks when anything failed on one; then nothing is left of the set, and what was
-        there before is untouched.
-        """
+    def _commit(self) -> None:
+        """Wait for the disk, then give the shards their names; the set counts when this returns, on all ranks."""
         made: list[FolderStore] = []
 
         def publish():
@@ -255,22 +281,15 @@ class Saving:
                 made.append(draft.place)
                 draft.place.publish(draft.storage, draft.marker)
 
-        try:
-            self._guard.do(publish)
-            self._discard()  # before all agree: ranks of a node share the directory, and the next save wants it free
-            # If a peer dies now, this raises, and it is not known here whether others have heard that all is well and
-            # have deleted older steps. Then the new shards must stay: only a failure that all know of removes them.
-            failed = self.world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
-            if bool(failed.any()):
-                for place in made:
-                    remove(place)
-                together(self.world, self._what, self._guard.check)
-        finally:
-            self._discard()
-
-    def abandon(self) -> None:
-        """Give the save up; needs no other rank. What the others have is no set without this rank's part."""
-        self._discard()
+        self._guard.do(publish)
+        self._discard()  # before all agree: ranks of a node share the directory, and the next save wants it free
+        # If a peer dies now, this raises, and it is not known here whether others have heard that all is well and have
+        # deleted older steps. Then the new shards must stay: only a failure that all know of removes them.
+        failed = self._world.gather_rows(torch.tensor([int(self._guard.error is not None)]))
+        if bool(failed.any()):
+            for place in made:
+                remove(place)
+            together(self._world, self._what, self._guard.check)
 
     def _discard(self) -> None:
         """Leave nothing hidden behind."""

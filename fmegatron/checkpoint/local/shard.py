@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from fmegatron.checkpoint.files.format import CHUNK_BYTES, CheckpointError, Manifest, digest, dtype_of
+from fmegatron.checkpoint.files.format import CHUNK_BYTES, CheckpointError, Manifest, StoredLeaf, digest
 from fmegatron.checkpoint.files.leases import STEP, step_name
-from fmegatron.checkpoint.files.manifest import layout_to_json, manifest_to_json, to_json_text
+from fmegatron.checkpoint.files.manifest import layout_from_json, layout_to_json, manifest_to_json, to_json_text
 from fmegatron.checkpoint.files.saved import Save, save_at
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.plan import LeafPlan, homes, in_files, split_chunk
@@ -90,6 +90,11 @@ def layout_rows(paths: Sequence[str], layouts: Sequence[Layout]) -> dict[str, An
     return json.loads(to_json_text({"meshes": [mesh.to_json() for mesh in meshes], "layouts": rows}))
 
 
+def digest_rows(rows: dict[str, Any]) -> int:
+    """63 bits that differ where `layout_rows` do."""
+    return digest(to_json_text(rows).encode()) >> 1
+
+
 def content_id(manifest: Manifest) -> int:
     """What names a shard's content: elements, metadata, step, rank and layouts."""
     replica = {**manifest.metadata["replica"], "shards": []}
@@ -136,13 +141,24 @@ class Shard:
         """The user's."""
         return self.save.manifest.metadata["metadata"]
 
-    def fits(self, rows: dict[str, Any], paths: Sequence[str], layouts: Sequence[Layout], world: int) -> bool:
-        """Whether this is the shard of its rank under these layouts. rows: `layout_rows` of them."""
-        rank, leaves = self.about["rank"], self.save.manifest.leaves
-        if self.about["world"] != world or any(self.about[key] != rows[key] for key in rows):
-            return False
-        stored = {path: (leaf.shape, dtype_of(leaf.dtype)) for path, leaf in leaves.items()}
-        return stored == {p: (x.local_shape(rank), x.dtype) for p, x in zip(paths, layouts, strict=True)}
+    def description(self) -> str:
+        """Of its set, the same in all shards: dtypes, global shapes, layouts, the user's metadata; for `described`."""
+        dtypes = {path: leaf.dtype for path, leaf in self.save.manifest.leaves.items()}
+        return to_json_text([dtypes, {key: self.about[key] for key in ("meshes", "layouts")}, self.metadata])
+
+
+def described(description: str, world: int) -> tuple[dict[str, Layout], dict[str, Any], dict[str, Any]]:
+    """(layouts by path, `layout_rows`, the user's metadata) of a set of so many ranks. Raises CheckpointError."""
+    dtypes, rows, user = json.loads(description)
+    made: dict[tuple[str, str], Layout] = {}  # thousands of leaves share a few
+    found = {}
+    for path, (shape, layout) in rows["layouts"].items():
+        if (key := (to_json_text([shape, layout]), dtypes[path])) not in made:
+            made[key] = layout_from_json(StoredLeaf(path, tuple(shape), dtypes[path], layout), rows["meshes"])
+            if made[key].mesh.size != world:
+                raise CheckpointError(f"{path[:200]}: got {made[key].mesh}, wanted the mesh of {world} ranks")
+        found[path] = made[key]
+    return found, rows, user
 
 
 def open_shard(store: Store) -> Shard:
@@ -161,6 +177,8 @@ def open_shard(store: Store) -> Shard:
         raise CheckpointError(f"{at}: got {got}, wanted a rank below the number of ranks, and a step of 0 or more")
     if len(texts) != world or not all(isinstance(x, str) and re.fullmatch("[0-9a-f]{16}", x) for x in texts):
         raise CheckpointError(f"{at}: shards: got {texts!r:.60}, wanted the ids of {world} shards")
+    if about["layouts"].keys() != manifest.leaves.keys() or not all(map(_is_row, about["layouts"].values())):
+        raise CheckpointError(f"{at}: got layouts of other leaves than it holds, wanted those of its leaves")
     ids = [int(text, 16) for text in texts]
     try:
         own = content_id(manifest)
@@ -169,3 +187,10 @@ def open_shard(store: Store) -> Shard:
     if own != ids[rank]:
         raise CheckpointError(f"{at}: its metadata or its digests were altered after the save")
     return Shard(save, set_id(ids))
+
+
+def _is_row(row: Any) -> bool:
+    """Whether this is [global shape, layout]; what is in the layout is looked at when it is used."""
+    if type(row) is not list or [type(x) for x in row] != [list, dict]:
+        return False
+    return all(type(n) is int and 0 <= n < 1 << 62 for n in row[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,8 +68,15 @@ def _listed(rules: Any) -> Sequence[Rule]:
     return several
 
 
+class Leaves(NamedTuple):
+    """The leaves of what is no Source, by path. text: what it is, for messages."""
+
+    text: str
+    leaves: Mapping[str, Leaf]
+
+
 def match(
-    source: Source,
+    source: Source | Leaves,
     target_layouts: Any,
     mode: Strictness,
     *,

@@ -136,6 +136,6 @@ def test_a_save_that_is_never_finished_does_not_count(tmp_path):
     got, _ = cluster.restore()
     assert all(isinstance(e, CheckpointError) for e in got)
     for handle in held:
-        handle._saving._discard()  # as the end of the process would
+        handle._discard()  # as the end of the process would
     assert cluster.save(1) == [None] * 2
     cluster.assert_restored(cluster.restore()[0], 1)

@@ -69,12 +69,30 @@ def restore(rank, folder):
     return step, same
 
 
+def restore_by_two(rank, folder):
+    """Nodes 1 and 2 of four, under another mesh: the parts of what four ranks saved."""
+    mesh, wanted = Mesh(tp=2), torch.cat([layouts_and_state(r, 2)[1]["w"] for r in range(4)])
+    layouts = {"w": Layout(wanted.shape, torch.uint8, mesh, ("tp",)), "step": Layout((), torch.int64, mesh)}
+    with connect(mesh, device="cpu") as world:
+        step, got, metadata = replicas_of(folder, rank + 1, world).restore_latest(layouts)
+        mine = wanted[layouts["w"].boxes(rank)[0].slices]
+        assert (step, metadata, int(got["step"])) == (2, {"note": 2}, 2) and torch.equal(got["w"], mine)
+        # Then each of the two has both parts again.
+        if rank:
+            shutil.rmtree(f"{folder}/node-{rank + 1}")
+        world.barrier()
+        step, got, _ = replicas_of(folder, rank + 1, world).restore_latest(layouts, protect=False)
+        return step, torch.equal(got["w"], mine)
+
+
 @pytest.mark.long
 def test_lost_nodes(ranks, tmp_path):
     ranks.run(save, str(tmp_path), 1)
     ranks.run(save, str(tmp_path), 2)
     names = sorted(os.listdir(tmp_path / "node-2" / "run"))
     assert [name[:24] for name in names] == ["step_00000002.rank_00002", "step_00000002.rank_00003"]
+    shutil.copytree(tmp_path, tmp_path / "two", symlinks=True)
+    assert ranks.run(restore_by_two, str(tmp_path / "two"), ranks=2) == [(2, True)] * 2
     shutil.rmtree(tmp_path / "node-0"), shutil.rmtree(tmp_path / "node-3")
     assert ranks.run(restore, str(tmp_path)) == [(2, True)] * 4
     shutil.rmtree(tmp_path / "node-1"), shutil.rmtree(tmp_path / "node-2")  # 0 and 3 hold everything again
