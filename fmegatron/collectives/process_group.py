@@ -7,6 +7,8 @@ import datetime
 import os
 import re
 import socket
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -46,15 +48,42 @@ def noting_sockets(noted: dict[int, int]) -> Iterator[None]:
     noted.update(dict(_sockets().items() - before.items()))
 
 
-def shut_down(noted: Mapping[int, int]) -> None:
-    """Let what waits for bytes on these sockets fail, here and at their other ends; those of the store stay."""
+def end_reading(noted: Mapping[int, int]) -> None:
+    """Let what waits for bytes on these sockets fail here; those of the store stay. What their other ends send goes on
+    to be taken: a socket that refuses it would be reset, and gloo wakes nobody whose send fails in its event loop."""
     store, now = os.environ.get("MASTER_PORT", ""), _sockets()
     for descriptor, inode in noted.items():
         if now.get(descriptor) != inode:  # closed, and its number may be another file's
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
             if store not in (str(one.getpeername()[1]), str(one.getsockname()[1])):
-                one.shutdown(socket.SHUT_RDWR)
+                one.shutdown(socket.SHUT_RD)
+
+
+@contextlib.contextmanager
+def last_references(held: list, seconds: float) -> Iterator[None]:
+    """Around what destroys groups: the last references to them go in a thread, as the threads of a group are joined
+    then, and one of gloo may wait until its time is over for what never comes. Warns when it takes longer than
+    `seconds`. held: the groups, and what holds them; emptied."""
+    gone = threading.Event()
+
+    def drop(held: list) -> None:
+        gone.wait()
+        held.clear()
+
+    thread = threading.Thread(target=drop, args=(held,), name="groups-end", daemon=True)
+    thread.start()
+    del held
+    try:
+        yield
+    finally:
+        gone.set()
+        thread.join(seconds)
+        if thread.is_alive():
+            text = (
+                f"a thread of gloo did not end within {seconds:g} s: it is left behind until its collective times out"
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _sockets() -> dict[int, int]:

@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import datetime
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +22,10 @@ from fmegatron.collectives.process_group import (
     control_group,
     default_device,
     empty_bytes,
+    end_reading,
     known_group,
+    last_references,
     noting_sockets,
-    shut_down,
     start,
 )
 from fmegatron.collectives.slurm import adopt_slurm
@@ -31,6 +34,8 @@ from fmegatron.layout import Mesh
 from fmegatron.tree import labels, structure
 
 __all__ = ["FailedOnRank", "World", "connect"]
+
+_ENDS_S = 5.0  # how long one that leaves waits for what it has ended
 
 
 class FailedOnRank(RuntimeError):
@@ -62,6 +67,8 @@ class World:
         self._store: dist.Store | None = None  # of the job; this and how to connect are kept by `connect`, for `renew`
         self._backend, self._timeout_s = "", 0.0
         self._sockets: dict[int, int] = {}
+        self._asked: list[Any] = []  # works of questions, the newest of which may be under way
+        self._aborted = threading.Event()
         self._indices: dict[tuple[str, ...], torch.Tensor] = {}
         self.compiled: dict[Any, Any] = {}  # of the room step: the layers that are compiled for these ranks
 
@@ -127,6 +134,7 @@ class World:
         while True:
             known = known_group(name)
             if known is None:
+                self._all_come(key)
                 with noting_sockets(self._sockets):
                     group = self._make_group(name, axes, own)
                 self._registered.append(name)
@@ -135,6 +143,15 @@ class World:
                 return name, known
             number += 1
             name = f"{key}#{number}"
+
+    def _all_come(self, key: str) -> None:
+        """Wait for the ranks that make this group, too. torch waits for them where no `abort` reaches."""
+        if self._store is None:
+            return
+        if meet(self._store, self.rank, self.size, key, self._timeout_s, self._aborted.is_set) is None:
+            raise RuntimeError(
+                f"{self}: {key}: Connection closed by peer: given up before all ranks came to this group"
+            )
 
     @staticmethod
     def axes_of(name: str) -> tuple[str, ...]:
@@ -193,7 +210,7 @@ class World:
         values = torch.tensor([int(bool(flag)) for flag in flags])
         work = None
         if self.size > 1:
-            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control, async_op=True)
+            work = self._noted(dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control, async_op=True))
 
         def answer() -> tuple[bool, ...]:
             if work is not None:
@@ -202,12 +219,17 @@ class World:
 
         return answer
 
+    def _noted(self, work: Any) -> Any:
+        """The work of a question, which `renew` waits for."""
+        self._asked = [one for one in self._asked if not one.is_completed()] + [work]
+        return work
+
     def same_later(self, number: int) -> Callable[[], bool]:
         """Begin to ask all ranks whether they have the same number of less than 63 bits; as `ask` begins. The answer of
         a question from before `renew` is True: nobody knows it any more."""
         row, begun, work = torch.tensor([number, -number]), self._begun, None
         if self.size > 1:
-            work = dist.all_reduce(row, dist.ReduceOp.MAX, group=self._control, async_op=True)
+            work = self._noted(dist.all_reduce(row, dist.ReduceOp.MAX, group=self._control, async_op=True))
 
         def answer() -> bool:  # holds no group: its threads are joined with the last reference, at `close`
             if work is None or begun != self._begun:
@@ -259,10 +281,9 @@ class World:
         if self.size == 1:
             return lambda: row[None]
         rows = torch.empty(self.size, row.numel(), dtype=row.dtype)
-        work = dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control, async_op=True)
+        work = self._noted(dist.all_gather(list(rows.unbind()), row.contiguous(), group=self._control, async_op=True))
 
         def answer() -> torch.Tensor:
-            assert work is not None, "an asynchronous collective"
             work.wait()
             return rows
 
@@ -321,14 +342,18 @@ class World:
 
     # ---- life ------------------------------------------------------------------------------------------------------
     def abort(self) -> None:
-        """Let all that waits in a collective of this process fail. From any thread; `renew` comes next, or the end."""
-        groups = [group for _, group in self._groups.values()]
+        """Let all that waits in a collective of this process fail. From any thread; `renew` comes next, or the end.
+
+        The other ranks notice nothing of it before this one has left its groups: each aborts its own.
+        """
+        self._aborted.set()
+        groups = [group for _, group in list(self._groups.values())]
         if dist.is_initialized():
             groups += [self._control, dist.group.WORLD]
         for group in {id(group): group for group in groups if group is not None}.values():
             with contextlib.suppress(RuntimeError):  # it has been aborted
                 group.abort()  # gloo ignores it
-        shut_down(self._sockets)
+        end_reading(self._sockets)
 
     def renew(self, timeout_s: float = 60, given_up: Callable[[], bool] = lambda: False, rank: int = -1) -> None:
         """New communicators under the same names, so that compiled steps go on; all ranks call it.
@@ -345,11 +370,16 @@ class World:
             raise RuntimeError(f"{self}: its process group was not made by connect, and cannot be renewed; start again")
         keys, self.rank = list(self._groups), self.mesh.check_rank(self.rank if rank < 0 else rank)
         self.abort()
+        until = time.monotonic() + _ENDS_S
+        while not all(work.is_completed() for work in self._asked) and time.monotonic() < until:
+            time.sleep(0.001)
+        # A socket that closes while the rank at its other end still sends leaves a thread of gloo there waiting for
+        # ever (a send of its event loop that fails wakes nobody): so all have ended what they do before any closes.
+        if (store := meet(self._store, self.rank, self.size, "world", timeout_s, given_up)) is None:
+            raise RuntimeError(f"{self}: the ranks did not meet again: given up")
         self._leave()
         for axes, index in self._indices.items():
             index.fill_(self.index(axes))
-        if (store := meet(self._store, self.rank, self.size, "world", timeout_s, given_up)) is None:
-            raise RuntimeError(f"{self}: the ranks did not meet again: given up")
         self._begin(store)
         for key in keys:  # in the order of first use, the same on all ranks
             axes, _, use = key.removeprefix("fmegatron:").partition("#")
@@ -357,6 +387,7 @@ class World:
 
     def _begin(self, store: dist.Store | None) -> None:
         self._sockets.clear()
+        self._aborted.clear()
         with noting_sockets(self._sockets):
             start(store, self.rank, self.size, self._backend, self._timeout_s)
             self._control = control_group(self.device, self._timeout_s)
@@ -373,11 +404,14 @@ class World:
         for name in self._registered:
             unregister_group(name)
         self._registered.clear()
+        held = list(self._groups.values())
         self._groups.clear()
+        self._asked.clear()
         if self._owns and dist.is_initialized():
             self._begun += 1
-            self._control = self._device_mesh = None  # the threads of a group are joined with its last reference
-            dist.destroy_process_group()
+            with last_references([held, self._control, self._device_mesh, dist.group.WORLD], _ENDS_S):
+                held = self._control = self._device_mesh = None
+                dist.destroy_process_group()
 
     def __enter__(self) -> World:
         return self

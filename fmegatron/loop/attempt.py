@@ -96,8 +96,9 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
                 doubt.note(run, bad.first, str(bad))
                 raise
             except Exception as error:
-                if not own.began or not restarts.again(error, own.finished, lambda: stop.signal is not None):
+                if not restarts.again(error, own.finished, lambda: stop.signal is not None, own.began):
                     raise
+                own.began = True  # on all ranks alike
             run.state = None
             if isinstance(run.step, jitted.Jitted):
                 run.step.last = None  # its memory is that of the state that is read now

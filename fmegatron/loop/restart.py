@@ -61,23 +61,23 @@ class Restarts:
         if self.rules is not None and self.world.size > 1:
             self.pulse.on_fault = self._wake
 
-    def _wake(self, text: str) -> None:
-        del text
-        with self._lock:
-            if self.pulse.on_fault is not None:
+    def _wake(self, attempt: int) -> None:
+        with self._lock:  # of a fault of before the ranks have met again nothing is to end any more
+            if self.pulse.on_fault is not None and attempt == self.pulse.attempt:
                 self.world.abort()
 
-    def again(self, error: Exception, step: int, given_up: Callable[[], bool]) -> bool:
+    def again(self, error: Exception, step: int, given_up: Callable[[], bool], began: bool = True) -> bool:
         """Whether the run goes on after this error, on all ranks; then the world is new. step: updates finished here.
 
-        False: the error is to be raised. given_up: whether the run is to end (a signal).
+        False: the error is to be raised. given_up: whether the run is to end (a signal). began: whether the first
+        update is finished here; before it a rank goes on only after the fault of another, which has finished it.
         """
-        if self.rules is None or isinstance(error, FINAL) or not self._all_know(error, given_up):
+        if self.rules is None or isinstance(error, FINAL) or not self._all_know(error, given_up, began):
             return False
         self.pulse.enter("restart", step)
         with self._lock:
             self.pulse.on_fault = None
-        began = time.monotonic()
+        since = time.monotonic()
         word = self.pulse.fault() if self.world.size > 1 else f"{type(error).__name__}: {error}"
         try:
             self.world.renew(self.rules.meet_s, given_up)
@@ -93,24 +93,24 @@ class Restarts:
             return False
         self.count += 1
         if self.world.rank == 0:
-            seconds = time.monotonic() - began
+            seconds = time.monotonic() - since
             say(f"restart {self.count} in the process, after {step} updates ({seconds:.2f} s to meet): {word}")
         return True
 
-    def _all_know(self, error: Exception, given_up: Callable[[], bool]) -> bool:
+    def _all_know(self, error: Exception, given_up: Callable[[], bool], began: bool) -> bool:
         """Whether the failure is, or becomes, known to all ranks; an echo of another's is not reported as an own.
 
         A launcher that ends this process (`given_up`) has seen another end: no word comes any more.
         """
         if self.world.size == 1:
-            return True
+            return began
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone
             until = time.monotonic() + (WORD_SECONDS if lost_peer(error) else 0.0)
             while self.pulse.fault() is None and time.monotonic() < until and not given_up():
                 time.sleep(0.05)
             if self.pulse.fault() is not None:
                 return True
-            if not lost_peer(error):  # one that was killed leaves no word
+            if began and not lost_peer(error):  # one that was killed leaves no word
                 return self.pulse.report(f"{type(error).__name__}: {error}")
         return False
 

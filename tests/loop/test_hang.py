@@ -8,12 +8,17 @@ import threading
 import time
 
 import pytest
+import torch
 
+from fmegatron.collectives import World
+from fmegatron.layout import Mesh
+from fmegatron.loop import Restart
 from fmegatron.loop.events import read_events
 from fmegatron.loop.faults import siblings
 from fmegatron.loop.faults.hang import HANG, _Watch
 from fmegatron.loop.faults.pulse import Patience, Pulse
 from fmegatron.loop.faults.siblings import kill_siblings, own_process
+from fmegatron.loop.restart import Restarts
 from tests.house import ROOT
 
 
@@ -127,12 +132,33 @@ def test_a_fault_that_the_main_thread_learns_meanwhile(tmp_path):
     pulse, heard = Pulse(rank=0), []
     pulse.on_fault = heard.append
 
-    def fault():
+    def fault(attempt):
         pulse.on_fault = None
-        return "rank 1: a fault"
+        return f"rank 1: a fault of attempt {attempt}"
 
     pulse.fault = fault
     watch = _Watch(pulse, 2, tmp_path, threading.Event())
     watch._see_faults()
     watch._see_faults()
-    assert heard == ["rank 1: a fault"]
+    assert heard == [0]
+
+
+def test_a_fault_that_is_read_when_the_ranks_have_met_again(tmp_path):
+    """It ends nothing of what they do now, and the next fault is heard."""
+    pulse, ended = Pulse(rank=0), []
+    world = World(Mesh(dp=2), 0, torch.device("cpu"))
+    world.abort = lambda: ended.append(pulse.attempt)
+    restarts = Restarts(Restart(), world, pulse)
+    restarts.listen()
+
+    def slow(attempt):
+        if attempt == 0:
+            pulse.attempt += 1  # meanwhile
+        return "rank 1: a fault"
+
+    pulse.fault = slow
+    watch = _Watch(pulse, 2, tmp_path, threading.Event())
+    watch._see_faults()
+    assert ended == []
+    watch._see_faults()
+    assert ended == [1]

@@ -77,6 +77,24 @@ def test_one_that_is_told_to_end_waits_for_no_word():
     assert faults.report(lost) == "rank 1: a word"
 
 
+def test_one_that_has_not_begun_goes_on_after_the_fault_of_another():
+    """Ranks finish their first update at different times: whether they go on is decided alike. An own fault before
+    the first update is none of a run that goes on."""
+    lost, own = RuntimeError("Connection closed by peer"), ValueError("of this rank")
+    pulse, world = Pulse(rank=0), World(Mesh(dp=2), 0, torch.device("cpu"))
+    pulse.opened(HashStore())
+    met = []
+    world.renew = lambda *_: met.append(pulse.attempt)
+    world.minimum = lambda row: row
+    restarts = Restarts(Restart(), world, pulse)
+    assert not restarts.again(own, 0, lambda: False, began=False) and pulse.fault() is None
+    assert restarts.again(own, 1, lambda: False, began=True) and pulse.fault(0) == "rank 0: ValueError: of this rank"
+    pulse.report("of another")
+    assert restarts.again(lost, 0, lambda: False, began=False) and met == [0, 1]
+    alone = Restarts(Restart(), World.alone("cpu"), Pulse())
+    assert not alone.again(own, 0, lambda: False, began=False)
+
+
 def test_starts_that_get_no_further_are_counted(tmp_path, monkeypatch):
     """Of one job; whoever starts it by hand begins to count anew."""
     path, world, rules = tmp_path / "starts.json", World.alone("cpu"), Restart(2)

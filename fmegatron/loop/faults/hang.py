@@ -137,9 +137,10 @@ class _Watch:
 
     def _see_faults(self) -> None:
         on_fault = self.pulse.on_fault  # the main thread takes it away when it knows of a fault itself
-        if on_fault is not None and self.faults <= self.pulse.attempt and (text := self.pulse.fault()):
-            self.faults = self.pulse.attempt + 1
-            on_fault(text)
+        attempt = self.pulse.attempt  # before the fault is read: the ranks may have met again when it has been
+        if on_fault is not None and self.faults <= attempt and self.pulse.fault(attempt):
+            self.faults = attempt + 1
+            on_fault(attempt)
 
     def _beat(self, now: Now, left: bool = False) -> None:
         self.beats += 1

@@ -94,7 +94,7 @@ class Pulse:
     def __init__(self, patience: Patience | None = None, rank: int = 0):
         self.patience, self.rank, self.slowest = patience, rank, dict.fromkeys(SECTIONS, 0.0)
         self.attempt, self.board, self._opened = 0, None, threading.Event()
-        self.on_fault: Callable[[str], None] | None = None
+        self.on_fault: Callable[[int], None] | None = None  # is given the attempt that has failed
         self.now = Now(0, "setup", 0, time.monotonic(), math.inf if patience is None else patience.setup)
 
     def enter(self, section: str, step: int | None = None) -> None:
@@ -121,8 +121,9 @@ class Pulse:
             return False
         return True
 
-    def fault(self) -> str | None:
-        """What a rank has reported since the ranks have last met; None: nothing. For the thread."""
-        if self.board is not None and self.board.check([key := f"fault/{self.attempt}"]):
+    def fault(self, attempt: int | None = None) -> str | None:
+        """What a rank has reported in an attempt (default: since the ranks have last met); None: nothing. For the thread."""
+        attempt = self.attempt if attempt is None else attempt
+        if self.board is not None and self.board.check([key := f"fault/{attempt}"]):
             return self.board.get(key).decode()
         return None
