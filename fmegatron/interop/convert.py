@@ -37,8 +37,13 @@ class _Converted(DcpSource):
         own = {path: Leaf.of(path, tuple(x.shape), x.dtype) for path, x in tensors.items()}
         self._own = tensors
         self._leaves = dict(sorted({**super().leaves, **own}.items()))
-        self._metadata = {**self._noted, values_of.VALUES: dict(values)}
+        self._values = dict(values)
         self._step = self._step if step is None else step
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What `fmegatron_to_dcp` has noted, and the values."""
+        return {**self._noted, values_of.VALUES: self._values}
 
     def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool = True) -> None:
         """As of a directory; tensors inside of objects have been read already."""

@@ -85,11 +85,13 @@ class Directory:
 
     A path joins the keys under which the state dict held a tensor by '/', where the directory has them
     (torch's default planner); else it is torch's flat name.  digest: 63 bits of the xxh3_64 of `.metadata`.
+    containers: "list" by path, of those that the planner walked into.
     """
 
     root: str
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredObject]
+    containers: dict[str, str]
     digest: int = 0
 
 
@@ -198,7 +200,7 @@ def _parse(root: str, value: Any, where: str) -> Directory:
             tensors[path] = _tensor(path, name, _fields(entry, "TensorStorageMetadata"), places)
     if disk.is_file(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
         objects[COMMON] = StoredObject(COMMON, COMMON, Place("common.pt", 0, os.path.getsize(common)))
-    return Directory(root, tensors, objects)
+    return Directory(root, tensors, objects, _planner_lists(fields.get("planner_data")))
 
 
 def _tensor(path: str, name: str, fields: dict[str, Any], places: dict) -> StoredTensor:
@@ -244,6 +246,16 @@ def _planner_paths(value: Any) -> dict[str, str]:
         for name, keys in value.items()
         if type(name) is str and type(keys) is tuple and keys and all(type(k) in (str, int) for k in keys)
     }
+
+
+def _planner_lists(value: Any) -> dict[str, str]:
+    """The paths of lists: whose items the planner's table numbers."""
+    lists, dicts = set(), set()
+    for name in _planner_paths(value):
+        keys = value[name]
+        for i, key in enumerate(keys):
+            (lists if type(key) is int else dicts).add("/".join(map(str, keys[:i])))
+    return dict.fromkeys(sorted(lists - dicts), "list")
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:

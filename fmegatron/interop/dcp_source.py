@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
+from fmegatron.checkpoint.dicts.values import CONTAINERS, VALUES, to_json
 from fmegatron.files import disk
 from fmegatron.interop.dcp_directory import COMMON, METADATA, Directory, Place, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
@@ -26,14 +27,16 @@ _ITERATION = re.compile(r"iter_(\d{7,18})")
 class DcpSource(Source):
     """A directory, opened. step: Megatron's iteration, where it has one.
 
-    "objects" in its metadata names what is stored beside tensors (`read_dcp_object`).
+    Objects of plain values are the values of a state, in the containers that torch's planner notes; the others are
+    `unread`. "objects" in its metadata names them all (`read_dcp_object`).
     """
 
     def __init__(self, directory: Directory):
         self._directory = directory
         self._step, self._noted = words_of(directory)
         others = [name for name in directory.objects if name != NOTE]
-        self._metadata = self._noted | ({"objects": others} if others else {})
+        self._named = self._noted | ({"objects": others} if others else {})
+        self._found: tuple[dict[str, Any], tuple[str, ...]] | None = None
         self._leaves = {t.path: Leaf.of(t.path, t.shape, t.dtype) for t in directory.tensors.values()}
 
     @property
@@ -69,8 +72,21 @@ class DcpSource(Source):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What `fmegatron_to_dcp` has noted, and the names of objects."""
-        return self._metadata
+        """What `fmegatron_to_dcp` has noted, the names of objects, and the plain values among them."""
+        values = self._read[0]
+        return self._named | ({VALUES: values, CONTAINERS: dict(self._directory.containers)} if values else {})
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Objects that are no plain values: tensors within them, code, damage."""
+        return self._read[1]
+
+    @property
+    def _read(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """(plain values as JSON, what is none), by path; read when it is first asked for."""
+        if self._found is None:
+            self._found = values_of(self._directory)
+        return self._found
 
     def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool = True) -> None:
         """Fill the targets; with `verify` all of every shard that they touch is read, else the rows that they need."""
@@ -126,6 +142,19 @@ def words_of(directory: Directory) -> tuple[int | None, dict[str, Any]]:
     if not (step is None or (type(step) is int and step >= 0)) or not isinstance(metadata, dict):
         raise CheckpointError(f"{directory.root}: {NOTE}: got another note than fmegatron writes; restore another step")
     return _iteration(directory) if step is None else step, metadata
+
+
+def values_of(directory: Directory) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(objects of plain values, as JSON, by path; the paths of the others)."""
+    values, unread = {}, []
+    for name in directory.objects:
+        if name == NOTE:
+            continue
+        try:
+            values[name] = to_json(object_of(directory, name), name)
+        except (ValueError, RecursionError):  # CheckpointError is one: what is damaged is named, too
+            unread.append(name)
+    return values, tuple(unread)
 
 
 def _iteration(directory: Directory) -> int | None:

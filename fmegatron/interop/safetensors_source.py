@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,12 @@ class SafetensorsSource(Source):
     def step(self) -> int | None:
         """As `checkpoint export` has written it."""
         return _step(self._headers)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The texts of the headers, where there are some, as "safetensors"."""
+        texts = {name: text for name, text in self._headers.metadata.items() if name != "fmegatron.step"}
+        return {"safetensors": texts} if texts else {}
 
     def reads(self, path: str, box: Box) -> Iterator[Grain]:
         """The bytes of a region, and no others."""

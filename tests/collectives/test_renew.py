@@ -25,7 +25,7 @@ def test_woken_at_any_time_all_meet_again(python, seed):
     processes = []
     for rank in "01":
         where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-W", "error", "-m", "tests.collectives.renewing", "60", str(seed)]
+        command = [sys.executable, "-m", "tests.collectives.renewing", "60", str(seed)]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         environment = {**os.environ, **where, "PYTHONPATH": str(ROOT)}
         processes.append(python.popen(command, cwd=ROOT, env=environment, **streams))

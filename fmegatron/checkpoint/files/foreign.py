@@ -42,7 +42,7 @@ _KINDS = (
     ((("manifest.ocdbt", ""),), "an OCDBT database of tensorstore", _ORBAX),
     ((("config.json", "model_type"),), _NO_WEIGHTS, _NONE),
 )
-_STEP = re.compile(r"step_\d{8,}|iter_\d{7,}|release")
+_STEP = re.compile(r"step_[0-9]{8,18}|iter_[0-9]{7,18}|release")
 
 
 def recognized(storage: Storage, run: bool = False) -> str | None:

@@ -38,11 +38,12 @@ from fmegatron.files.owners import host, owner
 if TYPE_CHECKING:
     from fmegatron.checkpoint.files.keyvalue import KeyNotes
 
-STEP = re.compile(r"step_(\d{8,})")  # what a Manager calls a checkpoint
+STEP = re.compile(r"step_([0-9]{8,18})")  # what a Manager calls a checkpoint: no step has more digits
 LEASE_S = 300.0  # a note that was watched for so long and not renewed is void
 BEAT_S = 30.0  # who holds a lease renews its note
 _YIELD_S = 10.0  # the longest that a reader waits for a process that is about to delete (a look and a rename)
 NOBODYS = b"{}"  # a note whose owner is dead, or taken for dead
+_MOST_SHOWN, _MOST_TIME = 64, 1e11  # characters of a text of a note; seconds: the year 5138
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
 
 
@@ -95,7 +96,18 @@ class Holder:
     def __str__(self) -> str:
         pid = self.owner.partition("-")[2].partition("-")[0] or "?"
         since = "" if self.since is None else f", since {time.ctime(self.since)}"
-        return f"process {pid} on {self.host or 'an unknown host'}{since}"
+        return f"process {_shown(pid)} on {_shown(self.host) or 'an unknown host'}{since}"
+
+
+def _shown(text: str) -> str:
+    """A text of anybody's for a terminal: short, and without what moves the cursor."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:_MOST_SHOWN])
+
+
+def _time(value: object) -> float | None:
+    """Seconds since 1970 that a clock may show; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < _MOST_TIME else None
 
 
 class Lease:
@@ -291,7 +303,7 @@ def alive(notes: Notes | KeyNotes, note: str, watch: Watch, lease_s: float | Non
     whose, where, since, held = "", "", None, False
     with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         value = json.loads(data)
-        whose, where, since = str(value["owner"]), str(value.get("host", "")), float(value["time"])
+        whose, where, since = str(value["owner"]), str(value.get("host", "")), _time(value.get("time"))
         held = value.get("held") is True
     state = owners.fate(whose)
     if state == "unknown":

@@ -24,8 +24,6 @@ from fmegatron.checkpoint.calls.arguments import check_step, known_ranks, ranks_
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.format import CheckpointError
-from fmegatron.checkpoint.files.saved import SavedAgain
 from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.line import Line, newest_good
@@ -317,7 +315,7 @@ class Manager:
     def _attempt(self, what: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except (OSError, CheckpointError, SavedAgain) as error:
+        except Exception as error:  # of any kind: the step is durable, and what others have left there ends no run
             warnings.warn(f"{self._steps.store.text}: {what}: {error}", RuntimeWarning, stacklevel=4)
 
     # ---- restore

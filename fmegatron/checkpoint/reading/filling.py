@@ -18,7 +18,7 @@ from fmegatron.checkpoint.reading.read import destinations
 from fmegatron.checkpoint.reading.request import Request, match
 from fmegatron.checkpoint.reading.snapshot import Saved
 from fmegatron.checkpoint.reading.source import Foreign, Source
-from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn
+from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn, warn_unread
 from fmegatron.layout import Layout
 
 
@@ -63,10 +63,12 @@ class Asked(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """What a fill has found: the paths that only one side has, and the stored plain values that were asked for."""
+    """What a fill has found: the paths that only one side has, the stored plain values that were asked for, and what
+    is stored that is neither."""
 
     difference: Difference
     values: dict[str, Any]
+    unread: Sequence[str]
 
 
 def fill(
@@ -114,11 +116,12 @@ def fill(
         _fill([asked.tensors[p] for p in request.paths], request, source, asked.rank, verify)
         found = request.difference
         difference = Difference(found.missing + missing, found.unexpected + unexpected)
-        return Filled(difference, {p: known[p] for p in asked.values if p in known})
+        return Filled(difference, {p: known[p] for p in asked.values if p in known}, source.unread)
 
     _, done = on_one_save(ranks, f"loading the state dict from {where}", path, work)
     if ranks.rank == 0:
         warn(done.difference, mode, where, from_initial=True, stacklevel=3)  # of who calls the caller
+        warn_unread(done.unread, where, stacklevel=3)
     return done
 
 

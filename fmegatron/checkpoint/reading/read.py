@@ -33,7 +33,14 @@ from fmegatron.checkpoint.reading.pages import fresh
 from fmegatron.checkpoint.reading.request import Request, match, subtree
 from fmegatron.checkpoint.reading.snapshot import Saved
 from fmegatron.checkpoint.reading.source import Foreign, Source
-from fmegatron.checkpoint.reading.strict import Difference, Strictness, strictness, unflatten_some, warn
+from fmegatron.checkpoint.reading.strict import (
+    Difference,
+    Strictness,
+    strictness,
+    unflatten_some,
+    warn,
+    warn_unread,
+)
 from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
 from fmegatron.tree import labels, structure
@@ -138,11 +145,14 @@ class Restored(NamedTuple):
     state: Any
     source: Source
     told: tuple | None
+    unread: Sequence[str] = ()
 
     def warn(self, stacklevel: int) -> None:
-        """Of leaves that are not stored, or not asked for, in a mode of `strict` that warns of them: on rank 0."""
+        """Of leaves that are not stored, or not asked for, in a mode of `strict` that warns of them: on rank 0; and of
+        objects that no state has."""
         if self.told is not None:
             warn(*self.told, stacklevel=stacklevel)
+        warn_unread(self.unread, self.source.text, stacklevel=stacklevel)
 
 
 def restore_save(
@@ -185,7 +195,7 @@ def restore_save(
         if once:  # all has been agreed upon before ranks wait for bytes of each other
             state = together(ranks, what, lambda: finish_reading(started, ranks, device))
     told = (started.request.difference, started.mode, started.where, asked.initial is not None)
-    return Restored(state, source, told if ranks.rank == 0 else None)
+    return Restored(state, source, told if ranks.rank == 0 else None, () if wanted is None else source.unread)
 
 
 def _protected(path: Saved) -> ExitStack:

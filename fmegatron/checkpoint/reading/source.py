@@ -107,6 +107,11 @@ class Source(ABC):
         return stored_values(self.metadata, self.text)
 
     @property
+    def unread(self) -> Sequence[str]:
+        """Paths of what is stored beside arrays and is no plain value, so that no restore gives it back."""
+        return ()
+
+    @property
     def version(self) -> int:
         """Of its format."""
         return 1

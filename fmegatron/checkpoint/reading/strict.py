@@ -98,6 +98,16 @@ def warn(difference: Difference, mode: Strictness, where: str, from_initial: boo
         warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
 
 
+def warn_unread(unread: Sequence[str], where: str, stacklevel: int = 2) -> None:
+    """One RuntimeWarning that names what is stored beside arrays and is no plain value."""
+    if unread:
+        text = (
+            f"{where}: {len(unread)} stored objects are no plain values, and were not read: {listed(unread, 10)};"
+            " `python -m fmegatron.interop dcp-to-fmegatron SRC DST` makes leaves of the tensors inside of objects"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 1)
+
+
 def listed(paths: Sequence[str], most: int) -> str:
     """The first paths, and how many more there are."""
     more = f" and {len(paths) - most} more" if len(paths) > most else ""

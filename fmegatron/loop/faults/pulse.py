@@ -122,7 +122,7 @@ class Pulse:
         return True
 
     def fault(self, attempt: int | None = None) -> str | None:
-        """What a rank has reported in an attempt (default: since the ranks have last met); None: nothing. For the thread."""
+        """What a rank has reported in an attempt (default: since the last meeting); None: nothing. For the thread."""
         attempt = self.attempt if attempt is None else attempt
         if self.board is not None and self.board.check([key := f"fault/{attempt}"]):
             return self.board.get(key).decode()
