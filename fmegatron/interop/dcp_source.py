@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
-from fmegatron.checkpoint.dicts.values import CONTAINERS, VALUES, to_json
+from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.files import disk
 from fmegatron.interop.dcp_directory import COMMON, METADATA, Directory, Place, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
@@ -74,7 +74,9 @@ class DcpSource(Source):
     def metadata(self) -> Mapping[str, Any]:
         """What `fmegatron_to_dcp` has noted, the names of objects, and the plain values among them."""
         values = self._read[0]
-        return self._named | ({VALUES: values, CONTAINERS: dict(self._directory.containers)} if values else {})
+        return self._named | (
+            {values_of.VALUES: values, values_of.CONTAINERS: dict(self._directory.containers)} if values else {}
+        )
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -151,7 +153,7 @@ def values_of(directory: Directory) -> tuple[dict[str, Any], tuple[str, ...]]:
         if name == NOTE:
             continue
         try:
-            values[name] = to_json(object_of(directory, name), name)
+            values[name] = values_of.to_json(object_of(directory, name), name)
         except (ValueError, RecursionError):  # CheckpointError is one: what is damaged is named, too
             unread.append(name)
     return values, tuple(unread)

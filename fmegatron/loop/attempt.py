@@ -98,7 +98,7 @@ def running(run: Any, reading: Reading, length: tuple[str, int]) -> Iterator[Ste
             except Exception as error:
                 if not restarts.again(error, own.finished, lambda: stop.signal is not None, own.began):
                     raise
-                own.began = True  # on all ranks alike
+                own.began = True  # the same on all ranks
             run.state = None
             if isinstance(run.step, jitted.Jitted):
                 run.step.last = None  # its memory is that of the state that is read now

@@ -121,7 +121,7 @@ def _counted(
         try:
             if field is None:
                 raise UnevenError(
-                    f"got no field of {type(config).__name__} that changes the number of layers, "
+                    f"layers: got no field of {type(config).__name__} that changes the number of layers, "
                     f"{', '.join(map(str, sorted(depths)))}, wanted one, for a model of few; the plan is right without"
                 )
             build = functools.partial(_with_depth, experiment[1], config, field)

@@ -35,12 +35,12 @@ _HEAD = re.compile(rb'\{\s*"format":\s*"[^"]*",\s*"version":\s*\d+,\s*"step":\s*
 # ---- JSON out
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_encoded = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # json.dumps makes one for each call
 
 
 def to_json_text(value: Any) -> str:
     """Compact JSON. Raises ValueError for what JSON does not have (NaN, infinity)."""
-    return _ENCODER.encode(value)
+    return _encoded(value)
 
 
 def layout_to_json(layout: Layout, meshes: list[Mesh]) -> dict[str, Any]:
