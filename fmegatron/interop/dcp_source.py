@@ -87,7 +87,7 @@ class DcpSource(Source):
     def _read(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """(plain values as JSON, what is none), by path; read when it is first asked for."""
         if self._found is None:
-            self._found = values_of(self._directory)
+            self._found = plain_values(self._directory)
         return self._found
 
     def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool = True) -> None:
@@ -146,7 +146,7 @@ def words_of(directory: Directory) -> tuple[int | None, dict[str, Any]]:
     return _iteration(directory) if step is None else step, metadata
 
 
-def values_of(directory: Directory) -> tuple[dict[str, Any], tuple[str, ...]]:
+def plain_values(directory: Directory) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(objects of plain values, as JSON, by path; the paths of the others)."""
     values, unread = {}, []
     for name in directory.objects:
