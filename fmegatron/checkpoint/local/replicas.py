@@ -40,7 +40,8 @@ class LocalReplicas:
         run: names the run, the same after each restart; shards are in `directory`/`run`, those of other runs never
             count.
         world: the ranks that call its methods together (`collectives.connect`); None for one process.
-        copies: nodes that hold each shard.
+        copies: nodes that hold each shard; 1 is enough where ranks of other nodes hold the same elements (hsdp): what
+            they have stands in for a shard that is nowhere.
         spacing: ranks of a node, or a tuple of the ranks on each node; default: LOCAL_WORLD_SIZE as torchrun sets it,
             else 1.
         groups: who holds whose shards, instead of `cliques(...)`.
@@ -161,12 +162,8 @@ class LocalReplicas:
             return tensors, self.members()
 
         tensors, groups = together(world, f"saving local replicas of step {step}", prepare)
-        if (finite := agreed(finite, world)) is False:
-            if world.rank == 0:
-                text = f"local replicas of step {step} were not stored: its loss or gradient norm is not finite"
-                warnings.warn(f"{shelf.path}: {text}", RuntimeWarning, stacklevel=3)
-            groups = ((),)
-        group = next((group for group in groups if world.rank in group), ())
+        finite = agreed(finite, world)
+        group = next(group for group in groups if world.rank in group) if finite is not False else ()
         user = json.loads(world.broadcast_text(to_json_text(metadata or {})))  # rank 0's, as of a global checkpoint
         (paths, leaves, _), held = flat_layouts(layouts), are_saved(layouts)
         what = list(compress(paths, held)), list(compress(leaves, held))
@@ -180,6 +177,9 @@ class LocalReplicas:
         how = How(self.portion_bytes, self.durable, most_bytes, self.keep, warning)
         saving = Saving(shelf, content, group, world, how)
         saving.exchange(tensors)
+        if not group and world.rank == 0:
+            text = f"local replicas of step {step} were not stored: its loss or gradient norm is not finite"
+            warnings.warn(f"{shelf.path}: {text}", RuntimeWarning, stacklevel=3)
         return saving
 
     def steps(self) -> list[int]:
