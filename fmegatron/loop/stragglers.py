@@ -20,14 +20,16 @@ from fmegatron.loop.onlookers import Onlooker
 
 _LEAST = 10e-3  # seconds that a rank must be slower by
 _HOST = 64  # bytes of a machine's name
+MOST_RANKS = 64  # in a record: it does not grow beyond, however many there are
 
 
 class Stragglers:
     """The times of this rank since the last log point, and of all ranks at the one before.
 
     ratio: a rank that works, or reads, `ratio` times as long as the median is reported (RuntimeWarning, rank 0). path:
-    of a file of JSON lines: {"step", "hosts", "work", "wait", "data"}, seconds per step of every rank. On CUDA `work`
-    and `wait` are of the host's thread only.
+    of a file of JSON lines: {"step", "hosts", "work", "wait", "data"}, seconds per step of every rank; of more than
+    MOST_RANKS those that hold the others up most, with their numbers as "ranks", how many there are as "of", and the
+    medians of all as "median". On CUDA `work` and `wait` are of the host's thread only.
     """
 
     def __init__(self, world: Any, path: Path, ratio: float = 1.5):
@@ -79,10 +81,14 @@ class Stragglers:
         if self.world.rank != 0:
             return
         work, wait, data = (rows[:, i].double() * 1e-9 for i in range(3))
-        record = {"step": step, "hosts": self.hosts}
-        record |= {
-            name: [round(x, 9) for x in y.tolist()] for name, y in (("work", work), ("wait", wait), ("data", data))
-        }
+        times, record = {"work": work, "wait": wait, "data": data}, {"step": step}
+        ranks = list(range(len(self.hosts)))
+        if len(ranks) > MOST_RANKS:
+            ranks = sorted((work + data).argsort(descending=True, stable=True)[:MOST_RANKS].tolist())
+            medians = {name: round(float(y.quantile(0.5, interpolation="lower")), 9) for name, y in times.items()}
+            record |= {"of": len(self.hosts), "ranks": ranks, "median": medians}
+        record |= {"hosts": [self.hosts[rank] for rank in ranks]}
+        record |= {name: [round(x, 9) for x in y[ranks].tolist()] for name, y in times.items()}
         self._onlooker(self._lines.append, json.dumps(record))
         for name, seconds in (("works", work), ("waits for its data", data)):
             usual, rank = float(seconds.quantile(0.5, interpolation="lower")), int(seconds.argmax())

@@ -52,3 +52,27 @@ def test_equal_ranks_are_not_warned_of(tmp_path):
         warnings.simplefilter("error")
         for n in range(3):
             times.log(n)
+
+
+@pytest.mark.parametrize("size", [65, 4096, 16384])
+def test_a_record_does_not_grow_with_the_ranks(tmp_path, size):
+    """At most 8 KiB a log point (1.1 MB for 16,384 ranks before); the slow rank and the median of all are there."""
+    world = Ranks()
+    world.size = size
+    world.gather_later = lambda row: lambda: _slow(size)
+    times = Stragglers(world, tmp_path / "ranks.jsonl")
+    times.log(1)
+    with pytest.warns(RuntimeWarning, match=f"rank {size - 2} "):
+        times.log(2)
+    times.close()
+    lines = (tmp_path / "ranks.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    assert len(lines[0]) < 8192 and len(record["ranks"]) == 64 and size - 2 in record["ranks"]
+    assert record["of"] == size and record["median"] == {"work": 0.001, "wait": 0.0, "data": 0.0}
+
+
+def _slow(size):
+    rows = torch.zeros(size, 3, dtype=torch.int64)
+    rows[:, 0] = 1_000_000
+    rows[size - 2, 0] = 3_000_000_000
+    return rows

@@ -1,11 +1,11 @@
 """Hangs are seen: a thread per rank that knows what its rank does, and ends all when one makes no progress.
 
 The loop states which section of a run it is in (`Pulse.enter`). A few times a second a thread writes that into the
-rendezvous store, over a connection of its own. A rank that is in a section for longer than the section's limit looks
-which ranks are behind. When it is one of them, or when not even the threads of those give a sign (SIGSTOP, a machine
-that is gone), it declares a hang. Every rank that still can then writes the stacks of its threads, kills those on its
-machine that cannot, and ends with status 75, so that torchrun can start all again. The one that declares it writes it
-into the events of the run.
+rendezvous store, over a connection of its own. When ranks are in a section for longer than the section's limit, one of
+them (`judge.Judge`) looks which ranks are behind, and tells the others. When a late rank is one of them, or when not
+even the threads of those give a sign (SIGSTOP, a machine that is gone), it declares a hang. Every rank that still can
+then writes the stacks of its threads, kills those on its machine that cannot, and ends with status 75, so that torchrun
+can start all again. The one that declares it writes it into the events of the run.
 """
 
 import contextlib
@@ -26,12 +26,14 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from fmegatron.collectives import meet, torch_private
 from fmegatron.loop.events import Events
-from fmegatron.loop.faults.notice import end, say
+from fmegatron.loop.faults.judge import Judge, View
+from fmegatron.loop.faults.notice import Place, end, say
 from fmegatron.loop.faults.pulse import Now, Pulse
 from fmegatron.loop.faults.siblings import kill_siblings, leave_stacks, own_process, write_stacks_into
 
 HANG = 75  # exit status: EX_TEMPFAIL of sysexits.h, try again
 POLL_SECONDS = 0.25
+LOOKS_A_SECOND = 1000  # of all ranks together, about: so many a store answers, however many ranks there are
 LAST_SECONDS = 1.0  # for the stacks of the other ranks, before those of this machine are killed
 SILENT_SECONDS = 60.0  # a process that gives no sign for so long does nothing, whatever it is in
 SHOWN = 8  # ranks that a message lists
@@ -73,7 +75,8 @@ class _Watch:
         self.main = threading.get_ident()  # of the thread that trains
         self.base, self.board, self.file, self.beats, self.faults = None, None, None, 0, 0
         self.before = 0  # bytes of stacks from before this process
-        self.pause = POLL_SECONDS + size / 4000  # thousands of ranks must not keep the store busy
+        self.pause = POLL_SECONDS + size / LOOKS_A_SECOND
+        self.judge = Judge(self.rank, self.pause)
         self.last: dict[int, tuple[int, float]] = {}  # of each rank: its beats, and when this rank saw them change
 
     def run(self) -> None:
@@ -117,10 +120,11 @@ class _Watch:
         now = self.pulse.now
         if self.address is not None and self.board is None and not self._meet():
             if not self.done.is_set():
-                missing = meet.absent(self.base, self.size, "pulse")[:SHOWN] if self.base is not None else []
+                asks = self.base is not None and (self.size <= LOOKS_A_SECOND or self.rank < SHOWN)
+                missing = meet.absent(self.base, self.size, "pulse")[:SHOWN] if asks else []
                 missing = missing or [0] * (self.rank > 0)  # all others have come, and rank 0 does not answer
                 who = f": behind: rank {', '.join(map(str, missing))} gave no sign at all" if missing else ""
-                self._declare(now, {}, f"not all ranks have come to where they are watched{who}")
+                self._declare(now, f"not all ranks have come to where they are watched{who}")
             return
         if self.board is not None:
             self._beat(now)
@@ -129,11 +133,20 @@ class _Watch:
             self._see_faults()
         late = now.seconds - now.limit
         if late < -4 * self.pause or self.pulse.now is not now:
+            self.judge.leave(self.board)
             return
-        others = self._others()  # some pauses before it is needed, to see whose beats change
-        behind = self._behind(others)
-        if late > 0 and not self.done.is_set() and self._judge(now, behind, others):
-            self._declare(now, others, self._who(behind, others))
+        # Some pauses before it is needed, to see whose beats change. Only one rank reads the words of all.
+        if self.judge.is_own(self.board, self.beats):
+            others = self._others()
+            behind = self._behind(others)
+            who = self._who(behind, others)
+            self.judge.tell(self.board, View(self.beats, self._least(others), bool(behind), who))
+            hangs = late > 0 and self._judge(now, behind, others)
+        else:
+            view = self.judge.told(self.board, now.count)
+            who, hangs = ("", False) if view is None else (view.who, late > 0 and view.hangs(now.count))
+        if hangs and not self.done.is_set():
+            self._declare(now, who)
 
     def _see_faults(self) -> None:
         on_fault = self.pulse.on_fault  # the main thread takes it away when it knows of a fault itself
@@ -166,11 +179,20 @@ class _Watch:
         return self.board is not None
 
     # ---- judgement
-    def _others(self) -> dict[int, dict]:
-        """The last words of all ranks that have not left."""
+    def _neighbours(self) -> list[int]:
+        """The ranks that this one's launcher has started, and may have to end; all where that is not known."""
+        place = Place.of_environment()
+        if place.rank != self.rank or place.size != self.size or not 0 <= place.local_rank < place.local_size:
+            return list(range(self.size))
+        first = self.rank - place.local_rank
+        return list(range(first, min(first + place.local_size, self.size)))
+
+    def _others(self, ranks: list[int] | None = None) -> dict[int, dict]:
+        """The last words of these ranks (default: of all), where they have not left."""
         if self.board is None:
             return {}
-        keys, now = [f"beat/{rank}" for rank in range(self.size)], time.monotonic()
+        keys = [f"beat/{rank}" for rank in (range(self.size) if ranks is None else ranks)]
+        now = time.monotonic()
         if not self.board.check(keys):
             keys = [key for key in keys if self.board.check([key])]
         found = {}
@@ -182,9 +204,13 @@ class _Watch:
                 found[rank] = beat
         return found
 
+    @staticmethod
+    def _least(others: dict[int, dict]) -> int:
+        return min((beat["count"] for beat in others.values()), default=0)
+
     def _behind(self, others: dict[int, dict]) -> list[int]:
         """Ranks that have entered the fewest sections; none when all have entered as many."""
-        least = min((beat["count"] for beat in others.values()), default=0)
+        least = self._least(others)
         behind = [rank for rank, beat in others.items() if beat["count"] == least]
         return behind if len(behind) < len(others) else []
 
@@ -219,7 +245,7 @@ class _Watch:
         return f"behind: {'; '.join(shown)}{more}" if shown else "see its stacks"
 
     # ---- the end
-    def _declare(self, now: Now, others: dict[int, dict], who: str) -> None:
+    def _declare(self, now: Now, who: str) -> None:
         longest = self.pulse.slowest[now.section]
         learnt = f", the longest before took {longest:.2f} s" if longest else ""
         text = (
@@ -251,7 +277,7 @@ class _Watch:
         with contextlib.suppress(RuntimeError, OSError):
             if self.board is not None:
                 self.board.set(f"written/{self.rank}", "")
-                others = missing = self._others()
+                others = missing = self._others(self._neighbours())
                 silent = {r for r in others if self._silence(r) > 3 * self.pause}  # they will not write
                 while missing.keys() - silent and time.monotonic() < until:
                     time.sleep(0.02)

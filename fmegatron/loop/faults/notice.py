@@ -24,6 +24,7 @@ from fmegatron.collectives.world import FailedOnRank
 from fmegatron.loop.signals import told_to_end
 
 POLL_SECONDS = 0.5
+LOOKS_A_SECOND = 1000  # of all ranks together, about: so many a store answers, however many ranks there are
 MEET_SECONDS = 1.0  # how long one that ends waits for the ranks to have met here
 START_SECONDS = 10.0  # how long a rank that fails waits for those that have not come yet
 FIRST_SECONDS = 1.0  # how much later those end that ended because of another
@@ -66,7 +67,8 @@ class Faults:
         self.place, self.address = place, (host, port)
         self._store: TCPStore | None = None
         self._board: Store | None = None
-        self._open, self._ends = threading.Event(), threading.Lock()
+        self._open, self._ends, self._tells = threading.Event(), threading.Lock(), threading.Lock()
+        self.pause = POLL_SECONDS + place.size / LOOKS_A_SECOND
 
     def open(self, given_up: Callable[[], bool]) -> bool:
         """Reach the store by an own connection (the main thread's may be blocked) and meet the other ranks there.
@@ -112,7 +114,12 @@ class Faults:
         if self._open.wait(MEET_SECONDS) and self._board is not None:  # it may leave as soon as it has come
             with contextlib.suppress(RuntimeError, OSError):
                 self._board.compare_set("left", "", f"rank {self.place.rank} {how}")
-                self._board.set(f"told/{self.place.rank}", "")
+                self._tell()
+
+    def _tell(self) -> None:
+        """Count this rank once among those that have printed why they end."""
+        if self._tells.acquire(blocking=False) and self._board is not None:
+            self._board.add("told", 1)
 
     def speaks(self) -> bool:
         """Whether the thread that asks is the first of this rank that ends it: no other prints anything more."""
@@ -127,10 +134,10 @@ class Faults:
         if self._board is None:
             return
         with contextlib.suppress(RuntimeError, OSError):
-            self._board.set(f"told/{self.place.rank}", "")
-            keys, until = [f"told/{rank}" for rank in range(self.place.size)], time.monotonic() + TOLD_SECONDS
-            while not self._board.check(keys) and time.monotonic() < until:
-                time.sleep(POLL_SECONDS / 10)
+            self._tell()
+            until = time.monotonic() + TOLD_SECONDS
+            while self._board.add("told", 0) < self.place.size and time.monotonic() < until:
+                time.sleep(self.pause / 10)
         if not first:
             time.sleep(FIRST_SECONDS)
 
@@ -170,7 +177,7 @@ def watch(place: Place) -> Iterator[Faults | None]:
         while not faults.open(done.is_set):
             if done.wait(POLL_SECONDS):
                 return
-        while not done.wait(POLL_SECONDS):
+        while not done.wait(faults.pause):
             try:
                 reason = faults.reason()
             except (RuntimeError, OSError):  # the store is gone: its owner ended, and torchrun decides

@@ -29,17 +29,28 @@ class RankTimes(NamedTuple):
 
 
 def rank_times(run: Recorded) -> list[RankTimes]:
-    """Of the newest set of ranks, the slowest first; [] where nothing was recorded."""
+    """Of the newest set of ranks, the slowest first; [] where nothing was recorded. Of many ranks those that some
+    record has, each in the mean of the records that have it."""
     if not run.ranks:
         return []
-    hosts = run.ranks[-1]["hosts"]
-    same = [record for record in run.ranks if record["hosts"] == hosts]
-    means = {
-        name: [statistics.fmean(values) for values in zip(*(record[name] for record in same), strict=True)]
-        for name in ("work", "wait", "data")
-    }
-    rows = [RankTimes(r, host, *(means[name][r] for name in means)) for r, host in enumerate(hosts)]
+    newest = run.ranks[-1]
+    same = [x for x in run.ranks if (x["of"] == newest["of"] if "of" in newest else x["hosts"] == newest["hosts"])]
+    found: dict[int, list[tuple[str, float, float, float]]] = {}
+    for record in same:
+        times = zip(record["hosts"], record["work"], record["wait"], record["data"], strict=True)
+        for rank, row in zip(record.get("ranks", range(len(record["hosts"]))), times, strict=True):
+            found.setdefault(rank, []).append(row)
+    rows = [
+        RankTimes(rank, of[-1][0], *(statistics.fmean(row[i] for row in of) for i in (1, 2, 3)))
+        for rank, of in sorted(found.items())
+    ]
     return sorted(rows, key=lambda row: -row.own)
+
+
+def _usual(run: Recorded, rows: Sequence[RankTimes]) -> float:
+    """The median of what ranks let others wait for: of all, where a record states it."""
+    stated = run.ranks[-1].get("median")
+    return stated["work"] + stated["data"] if stated else statistics.median_low(row.own for row in rows)
 
 
 def stragglers(runs: Sequence[Recorded]) -> str:
@@ -49,7 +60,7 @@ def stragglers(runs: Sequence[Recorded]) -> str:
         rows = rank_times(run)
         if not rows:
             continue
-        usual = statistics.median_low(row.own for row in rows)
+        usual = _usual(run, rows)
         head = ["rank", "host", "works, s per step", "waits for others", "waits for data", "of the median"]
         cells: list[list[Any]] = [[f"{row.rank}", *row[1:], row.own / usual if usual else None] for row in rows]
         out.append(f"<h3>{escape(run.name)}</h3>{table(head, cells[:MOST_RANKS])}")

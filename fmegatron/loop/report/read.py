@@ -21,8 +21,8 @@ _MOST_STACKS = 1 << 16  # characters of a rank's, the newest
 class Recorded:
     """A run as read. name: its folder's; records, events: in the order of the files; config: of `config.json`, flat.
 
-    ranks: the records of `ranks.jsonl`, whose lists have an entry for each rank. stacks: by file, what ranks wrote when
-    the run hung. notes: what could not be read, for people.
+    ranks: the records of `ranks.jsonl`, whose lists have an entry for each rank, or for the slowest. stacks: by file,
+    what ranks wrote when the run hung. notes: what could not be read, for people.
     """
 
     name: str
@@ -125,6 +125,11 @@ def _times(value: Any) -> dict[str, Any]:
     hosts, times = list(map(str, value["hosts"])), [value[name] for name in ("work", "wait", "data")]
     numbers = [all(is_number(x) and math.isfinite(x) for x in row) for row in times]
     if not hosts or not all(numbers) or {len(row) for row in times} != {len(hosts)}:
+        raise TypeError
+    if "of" not in value:
+        return {**value, "hosts": hosts}
+    of, ranks, medians = value["of"], value["ranks"], [value["median"][name] for name in ("work", "wait", "data")]
+    if not all(type(n) is int for n in (of, *ranks)) or len(ranks) != len(hosts) or not all(map(is_number, medians)):
         raise TypeError
     return {**value, "hosts": hosts}
 
