@@ -106,8 +106,9 @@ def _shown(text: str) -> str:
 
 def _time(value: object) -> float | None:
     """Seconds since 1970 that a clock may show; None for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and 0 <= value < _MOST_TIME else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < _MOST_TIME else None
 
 
 class Lease:

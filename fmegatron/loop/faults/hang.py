@@ -120,8 +120,8 @@ class _Watch:
         now = self.pulse.now
         if self.address is not None and self.board is None and not self._meet():
             if not self.done.is_set():
-                asks = self.base is not None and (self.size <= LOOKS_A_SECOND or self.rank < SHOWN)
-                missing = meet.absent(self.base, self.size, "pulse")[:SHOWN] if asks else []
+                asks = self.size <= LOOKS_A_SECOND or self.rank < SHOWN
+                missing = meet.absent(self.base, self.size, "pulse")[:SHOWN] if self.base is not None and asks else []
                 missing = missing or [0] * (self.rank > 0)  # all others have come, and rank 0 does not answer
                 who = f": behind: rank {', '.join(map(str, missing))} gave no sign at all" if missing else ""
                 self._declare(now, f"not all ranks have come to where they are watched{who}")

@@ -35,15 +35,15 @@ def rank_times(run: Recorded) -> list[RankTimes]:
         return []
     newest = run.ranks[-1]
     same = [x for x in run.ranks if (x["of"] == newest["of"] if "of" in newest else x["hosts"] == newest["hosts"])]
-    found: dict[int, list[tuple[str, float, float, float]]] = {}
+    hosts: dict[int, str] = {}
+    found: dict[int, list[tuple[float, float, float]]] = {}
     for record in same:
-        times = zip(record["hosts"], record["work"], record["wait"], record["data"], strict=True)
-        for rank, row in zip(record.get("ranks", range(len(record["hosts"]))), times, strict=True):
-            found.setdefault(rank, []).append(row)
-    rows = [
-        RankTimes(rank, of[-1][0], *(statistics.fmean(row[i] for row in of) for i in (1, 2, 3)))
-        for rank, of in sorted(found.items())
-    ]
+        ranks = record.get("ranks", range(len(record["hosts"])))
+        hosts.update(zip(ranks, record["hosts"], strict=True))
+        for rank, *row in zip(ranks, record["work"], record["wait"], record["data"], strict=True):
+            found.setdefault(rank, []).append((row[0], row[1], row[2]))
+    means = {rank: [statistics.fmean(column) for column in zip(*of, strict=True)] for rank, of in found.items()}
+    rows = [RankTimes(rank, hosts[rank], *means[rank]) for rank in sorted(found)]
     return sorted(rows, key=lambda row: -row.own)
 
 
