@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fmegatron.checkpoint import CheckpointError, Grain, Leaf, Source, Target
-from fmegatron.checkpoint.dicts import values as values_of
+from fmegatron.checkpoint.dicts import values as plain
 from fmegatron.files import disk
 from fmegatron.interop.dcp_directory import COMMON, METADATA, Directory, Place, check_files, open_dcp
 from fmegatron.interop.dcp_read import object_of, read_tensors
@@ -75,7 +75,7 @@ class DcpSource(Source):
         """What `fmegatron_to_dcp` has noted, the names of objects, and the plain values among them."""
         values = self._read[0]
         return self._named | (
-            {values_of.VALUES: values, values_of.CONTAINERS: dict(self._directory.containers)} if values else {}
+            {plain.VALUES: values, plain.CONTAINERS: dict(self._directory.containers)} if values else {}
         )
 
     @property
@@ -87,7 +87,7 @@ class DcpSource(Source):
     def _read(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """(plain values as JSON, what is none), by path; read when it is first asked for."""
         if self._found is None:
-            self._found = plain_values(self._directory)
+            self._found = values_of(self._directory)
         return self._found
 
     def fill(self, wanted: Mapping[str, Sequence[Target]], verify: bool = True) -> None:
@@ -146,14 +146,14 @@ def words_of(directory: Directory) -> tuple[int | None, dict[str, Any]]:
     return _iteration(directory) if step is None else step, metadata
 
 
-def plain_values(directory: Directory) -> tuple[dict[str, Any], tuple[str, ...]]:
+def values_of(directory: Directory) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(objects of plain values, as JSON, by path; the paths of the others)."""
     values, unread = {}, []
     for name in directory.objects:
         if name == NOTE:
             continue
         try:
-            values[name] = values_of.to_json(object_of(directory, name), name)
+            values[name] = plain.to_json(object_of(directory, name), name)
         except (ValueError, RecursionError):  # CheckpointError is one: what is damaged is named, too
             unread.append(name)
     return values, tuple(unread)

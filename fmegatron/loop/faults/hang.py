@@ -2,7 +2,7 @@
 
 The loop states which section of a run it is in (`Pulse.enter`). A few times a second a thread writes that into the
 rendezvous store, over a connection of its own. When ranks are in a section for longer than the section's limit, one of
-them (`judge.Judge`) looks which ranks are behind, and tells the others. When a late rank is one of them, or when not
+them (`judge.Judge`) looks which ranks are behind, and reports it. When a late rank is one of them, or when not
 even the threads of those give a sign (SIGSTOP, a machine that is gone), it declares a hang. Every rank that still can
 then writes the stacks of its threads, kills those on its machine that cannot, and ends with status 75, so that torchrun
 can start all again. The one that declares it writes it into the events of the run.

@@ -1,4 +1,4 @@
-"""Which rank reads the words of all others when ranks are late: one of them, which tells the rest what it sees.
+"""Which rank reads the words of all others when ranks are late: one of them, which reports what it sees.
 
 If each late rank read them, the bytes of a hang would grow with the square of the ranks: 63 GB for 16,384. So a late
 rank asks for the office with one compare_set; whoever holds it notes its beat there, and one whose beat has not changed
@@ -71,7 +71,7 @@ class Judge:
             board.set(_VIEW, json.dumps(view))
 
     def told(self, board: Store | None, count: int) -> View | None:
-        """What the judge sees, told since this rank is in the section that it is in (`count`); None: nothing yet."""
+        """What the judge has reported since this rank is in its section (`count`); None: nothing yet."""
         view = None
         if board is not None and board.check([_VIEW]):
             view = View(*json.loads(board.get(_VIEW)))
