@@ -35,12 +35,13 @@ _HEAD = re.compile(rb'\{\s*"format":\s*"[^"]*",\s*"version":\s*\d+,\s*"step":\s*
 # ---- JSON out
 
 
-_encoded = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # json.dumps makes one for each call
-
-
 def to_json_text(value: Any) -> str:
     """Compact JSON. Raises ValueError for what JSON does not have (NaN, infinity)."""
-    return _encoded(value)
+    return _encoder().encode(value)
+
+
+def _encoder() -> json.JSONEncoder:
+    return json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def layout_to_json(layout: Layout, meshes: list[Mesh]) -> dict[str, Any]:
@@ -54,8 +55,10 @@ def layout_to_json(layout: Layout, meshes: list[Mesh]) -> dict[str, Any]:
 def manifest_to_json(manifest: Manifest) -> bytes:
     """The bytes of manifest.json: one line for each leaf and array. Raises ValueError for metadata that is not JSON."""
 
+    text = _encoder().encode  # one for all rows
+
     def table(rows: Iterable[tuple[str, Any]]) -> str:
-        return "{" + ",".join(f"\n  {to_json_text(k)}: {to_json_text(v)}" for k, v in rows) + "\n }"
+        return "{" + ",".join(f"\n  {text(k)}: {text(v)}" for k, v in rows) + "\n }"
 
     def leaves() -> Iterator[tuple[str, Any]]:
         for leaf in manifest.leaves.values():
@@ -73,13 +76,13 @@ def manifest_to_json(manifest: Manifest) -> bytes:
             yield a.name, {**row, "first_digest": a.first_digest, "digest": a.digest}
 
     rows = {
-        "format": to_json_text(FORMAT),
-        "version": to_json_text(manifest.version),
-        "step": to_json_text(manifest.step),
-        "finite": to_json_text(manifest.finite),
-        "metadata": to_json_text(manifest.metadata),
-        "meshes": to_json_text(manifest.meshes),
-        "digest_count": to_json_text(manifest.digest_count),
+        "format": text(FORMAT),
+        "version": text(manifest.version),
+        "step": text(manifest.step),
+        "finite": text(manifest.finite),
+        "metadata": text(manifest.metadata),
+        "meshes": text(manifest.meshes),
+        "digest_count": text(manifest.digest_count),
         "leaves": table(leaves()),
         "arrays": table(arrays()),
     }

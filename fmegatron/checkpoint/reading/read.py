@@ -43,6 +43,7 @@ from fmegatron.checkpoint.reading.strict import (
 )
 from fmegatron.checkpoint.reading.target import Wanted, target_of, values_of
 from fmegatron.checkpoint.reading.view import Fill, regions
+from fmegatron.layout import Box, Layout
 from fmegatron.tree import labels, structure
 
 
@@ -168,24 +169,23 @@ def restore_save(
 ) -> Restored:
     """`restore`, with the save that it read, before it warns."""
     ranks, what = ranks_of(world), f"restoring the checkpoint {getattr(path, 'text', path)}"
-    once, wanted = read == "once" and ranks.size > 1, None
+    once, wanted, me = read == "once" and ranks.size > 1, None, 0
 
     def check() -> None:
-        nonlocal wanted
+        nonlocal wanted, me
         if read not in ("own", "once"):
             raise ValueError(f"read: got {read!r}, wanted 'own' or 'once'")
         check_device(device)
         wanted = target_of(target, into, ranks, rank)
         if wanted is not None:
             return
-        rank_of(target, ranks, rank)
+        me = rank_of(target, ranks, rank)
         if read == "once" and ranks.size == 1 and any(layout.mesh.size > 1 for layout in flat_layouts(target)[1]):
             raise ValueError("read='once': got no world, wanted the ranks that read together; pass world=")
 
     def work(source: Source) -> tuple[Started, Any]:
         if wanted is not None:
             return read_wanted(source, wanted, ranks, device, asked)
-        me = rank_of(target, ranks, rank)
         started = start_reading(source, target, me, asked, once=once)
         return started, None if once else finish_reading(started, ranks, device)
 
@@ -350,18 +350,21 @@ def destinations(
     """
     tensors: list[torch.Tensor | None] = [None] * len(request.paths)
     wants: list[Want] = []
+    held: dict[Layout, tuple[tuple[int, ...], tuple[Box, ...]]] = {}  # thousands of leaves share a few
     for i, (path, layout, view) in enumerate(zip(request.paths, request.layouts, request.views, strict=True)):
         if view is None:
             continue
         if current is not None and all(part.source is Fill.FRESH for part in view.parts):
             tensors[i] = current[i].detach()
             continue
-        given = None if into is None else into[i]
-        x = fresh(layout.local_shape(rank), layout.dtype, device) if given is None else given
+        if (shape_and_boxes := held.get(layout)) is None:
+            shape_and_boxes = held[layout] = layout.local_shape(rank), layout.boxes(rank)
+        (shape, boxes), given = shape_and_boxes, None if into is None else into[i]
+        x = fresh(shape, layout.dtype, device) if given is None else given
         tensors[i] = x
         if layout.padded:  # which no file has
             bits(x).zero_()
-        for box in layout.boxes(rank):
+        for box in boxes:
             for part, piece in regions(view, box):
                 place = piece.view(x)
                 if part.source is Fill.ZEROS:

@@ -98,13 +98,15 @@ def one_chunk(name: str, n: int, dtype: str) -> Array:
 
 def plan_digest(plans: Sequence[LeafPlan]) -> str:
     """A digest of what is stored and how; ranks that save together must have the same."""
+    meshes, rows = dict[Mesh, int](), dict[tuple, int]()
     known: dict[Layout, int] = {}  # few; the text of one costs more than all else of a leaf
-    leaves = [(p.path, known.setdefault(p.layout, len(known))) for p in plans]
-    meshes: dict[Mesh, int] = {}
-    rows = [
-        (x.shape, x.dtype, x.spec, x.flat, x.flat_from, x.padded, meshes.setdefault(x.mesh, len(meshes))) for x in known
-    ]
-    return digest_text(repr((leaves, rows, list(meshes))).encode())
+    leaves = []
+    for p in plans:
+        if (number := known.get(x := p.layout)) is None:
+            row = x.shape, x.dtype, x.spec, x.flat, x.flat_from, x.padded, meshes.setdefault(x.mesh, len(meshes))
+            number = known[x] = rows.setdefault(row, len(rows))
+        leaves.append((p.path, number))
+    return digest_text(repr((leaves, list(rows), list(meshes))).encode())
 
 
 @strict_json.no_collection()

@@ -87,11 +87,11 @@ def _look(seen: Seen) -> list[int]:
             large += [(i, part) for part in _parts(x, boxes)]
             continue
         for part in _parts(x, boxes):
-            found[i] = found[i] << 64 | _digest(part)
+            found[i] = hash((found[i], _digest(part)))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(min(4, cores)) as pool:
         for (i, _), one in zip(large, pool.map(_digest, (part for _, part in large)), strict=True):
-            found[i] = found[i] << 64 | one
+            found[i] = hash((found[i], one))
     return found
 
 
@@ -117,5 +117,5 @@ def _digest(part: np.ndarray) -> int:
         return digest(part)
     found, rows = xxhash.xxh3_64(), max(1, _LOOK_BYTES // part[0].nbytes)
     for i in range(0, len(part), rows):
-        found.update(np.ascontiguousarray(part[i : i + rows]))
+        found.update(np.ascontiguousarray(part[i : i + rows]).data)
     return found.intdigest()
