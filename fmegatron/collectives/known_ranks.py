@@ -18,14 +18,14 @@ __all__ = ["Recorded", "recorded_mesh", "recorded_reads", "recorded_stages", "re
 class Recorded(torch.nn.Module):
     """The root of a graph while it is recorded (`step.tracing`). mesh: of the ranks that will run it; None: not known.
     reads: who notes the functions that are entered meanwhile (`step.watched`), if somebody does. stages: whether marks
-    of stages are recorded, for a pipeline (`step.pipeline`).
+    of stages are recorded, for a pipeline (`step.pipeline`). marked: how many blocks have been marked so far.
 
     It is what torch's recorder has while it records, and nothing remains of it: no state of a module of ours.
     """
 
     def __init__(self, mesh: Mesh | None, reads: Any = None, stages: bool = False):
         super().__init__()
-        self.mesh, self.reads, self.stages = mesh, reads, stages
+        self.mesh, self.reads, self.stages, self.marked = mesh, reads, stages, 0
 
 
 def recorded_mesh() -> Mesh | None:
@@ -40,10 +40,10 @@ def recorded_reads() -> Any:
     return root.reads if isinstance(root, Recorded) else None
 
 
-def recorded_stages() -> bool:
-    """Whether a function is traced right now, in this thread, that a pipeline will cut."""
+def recorded_stages() -> Recorded | None:
+    """What records a function right now, in this thread, that a pipeline will cut; None: nothing does."""
     root = recorded_root()
-    return isinstance(root, Recorded) and root.stages
+    return root if isinstance(root, Recorded) and root.stages else None
 
 
 def require_one_rank(who: str, path: str, what: str, beside: Iterable[object] = ()) -> None:

@@ -17,6 +17,7 @@ from fmegatron.model.decoder import Decoder
 from fmegatron.model.forward import loss
 from fmegatron.model.post_updates import post_update
 from fmegatron.step import partition
+from fmegatron.step.pipeline import options
 
 __all__ = ["build"]
 
@@ -28,7 +29,7 @@ def build(
     shape: tuple[int, int],
     *,
     strategy: str | DataParallel = "hsdp",
-    microbatches: int = 1,
+    microbatches: int | step.Pipeline | options.Scheduled = 1,
     samples: bool = False,
     save: partition.Policy | None = "mincut",
     twice: bool = False,
@@ -42,7 +43,8 @@ def build(
         mesh: of the ranks.
         shape: (sequences, tokens of each) of a batch, all ranks together.
         strategy: how parameters, gradients and the optimizer's state are sharded; or its name (`DataParallel.named`).
-        microbatches: into which a rank's rows are cut.
+        microbatches: into which a rank's rows are cut; on a mesh with pp they are computed by stages, as
+            `step.Pipelining(...).of(n)` or a `step.Pipeline` says: of an int by 1F1B with balanced ones.
         samples: dropout and router noise of the model are applied, the same on every mesh; else it has none.
         twice: one more forward pass of each microbatch, for counts that depend on the parameters: the balance of
             experts over the whole batch, with several microbatches.
@@ -55,8 +57,9 @@ def build(
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     found = specs(decoder, mesh, strategy=strategy)
     axes = Axes(mesh, data=strategy.tokens)
-    if microbatches > 1:
-        _say_what_couples(decoder, microbatches)
+    count, _ = options.by_stages(microbatches, mesh)
+    if count > 1:
+        _say_what_couples(decoder, count)
 
     plain = functools.partial(loss, decoder=decoder, axes=axes, save=save)
 

@@ -11,6 +11,9 @@ from fmegatron.step.layer import layers, remat
 from fmegatron.step.microbatches import accumulate
 from fmegatron.step.overlap.schedule import Overlap
 from fmegatron.step.parts import Part, mean, means
+from fmegatron.step.pipeline.marks import stage
+from fmegatron.step.pipeline.options import Pipeline, Pipelining
+from fmegatron.step.pipeline.pipeline import pipelined
 from fmegatron.step.reduce import reduce_gradients
 from fmegatron.step.state import State, averaged_params, state_specs
 from fmegatron.step.timelines.measured import timeline
@@ -22,6 +25,8 @@ __all__ = [
     "Description",
     "Overlap",
     "Part",
+    "Pipeline",
+    "Pipelining",
     "State",
     "accumulate",
     "averaged_params",
@@ -33,8 +38,10 @@ __all__ = [
     "layers",
     "mean",
     "means",
+    "pipelined",
     "reduce_gradients",
     "remat",
+    "stage",
     "state_specs",
     "symbolic_nodes",
     "timeline",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fmegatron import tree
+from fmegatron.step.pipeline.options import Pipeline, Scheduled
 from fmegatron.tree import structure
 
 __all__ = ["Description", "require_description"]
@@ -23,6 +24,7 @@ class Description:
     state: tree of ArraySpecs of its first argument; they know the strategy (`tree.strategy_of`).
     batch: tree of Layouts or ArraySpecs of its second, of all ranks together.
     microbatches: into how many the step cuts the rows of a rank.
+    pipeline: what computes them, on a mesh with pp (`Pipelining(...).of(n)`, or a `Pipeline`); None: each rank all.
     decoder: the `model.Decoder` whose loss the step takes the gradient of; None: another loss, of which formulas
     (`plan.quick`) count state and traffic, and say that activations are not counted.
     save, offload, reshard_after_forward: as `model.loss` is given them.
@@ -33,6 +35,7 @@ class Description:
     state: structure.Tree
     batch: structure.Tree
     microbatches: int = 1
+    pipeline: Pipeline | Scheduled | None = None
     decoder: Any = None
     save: Any = None
     offload: int | None = None

@@ -12,6 +12,7 @@ from fmegatron.collectives import Axes, Precision, psum
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.description import Description
 from fmegatron.step.parts import means, parts_of
+from fmegatron.step.pipeline.options import Pipeline, Scheduled, by_stages
 from fmegatron.step.state import state_specs
 from fmegatron.step.train_step import build_train_step
 from fmegatron.step.whole import of_whole
@@ -26,7 +27,7 @@ def build(
     specs: structure.Tree,
     batch: structure.Tree,
     *,
-    microbatches: int = 1,
+    microbatches: int | Pipeline | Scheduled = 1,
     samples: bool = False,
     precision: Precision | None = None,
     post_update: Callable[[Any, dict], tuple[Any, dict]] | None = None,
@@ -64,6 +65,7 @@ def build(
     layouts, strategy = tree.layouts(specs), spec.strategy_of(specs)
     mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
     axes = Axes(mesh, data=by.tokens)
+    count, pipeline = by_stages(microbatches, mesh)
     how = {
         "strategy": strategy,
         "microbatches": microbatches,
@@ -90,7 +92,7 @@ def build(
             )
         typed = len(given) == 2 and isinstance(given[1], torch.dtype)
         shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)
-        return by.batch_layout(tuple(shape), dtype, mesh, microbatches)
+        return by.batch_layout(tuple(shape), dtype, mesh, count)
 
     def held_out(state: Any, rows: Any) -> dict:
         found = loss_fn(state.params, rows)
@@ -102,4 +104,4 @@ def build(
 
     rows = {name: row(name, x) for name, x in batch.items()}
     specs = state_specs(specs, optimizer, strategy, memory)
-    return Description(train_step, specs, rows, microbatches, evaluate=evaluate or held_out)
+    return Description(train_step, specs, rows, count, pipeline, evaluate=evaluate or held_out)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fmegatron import nn, tree
-from fmegatron.collectives import Axes, Precision
+from fmegatron.collectives import Axes, Precision, known_ranks
 from fmegatron.collectives.wires import Wire
 from fmegatron.layout import Layout
 from fmegatron.nn.first_gradient import first_only
@@ -24,6 +24,7 @@ from fmegatron.step.graph.nodes import meta_of
 from fmegatron.step.offload import from_host, is_worth_moving, to_host
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
+from fmegatron.step.pipeline import marks
 from fmegatron.step.torch_private import outside_of_tracing
 from fmegatron.step.tracing import described
 from fmegatron.step.watched import Watched, Watching
@@ -51,7 +52,8 @@ def layers(
 
     `layers(block, params["blocks"], layouts["blocks"], axes)(x)` is `for w in stack: x = block(x, w)`, where w is one
     layer's weights, whole over the data axes: one all_gather for all its leaves before it runs, the transpose (one
-    reduce_scatter of all gradients) in its backward. The block is compiled once, however many layers there are.
+    reduce_scatter of all gradients) in its backward. The block is compiled once, however many layers there are. Each
+    layer is a block at which a stage of a pipeline may begin (`step.stage`).
 
     Args:
         block: block(x, weights, *rest, **named) -> x, or (x, more): a pure function of tensors; constants (a config, an
@@ -82,7 +84,7 @@ def layers(
     def run(x: Any, *rest: Any, **named: Any) -> Any:
         others = []
         for layer, weights in map(ready, unstack(params)):
-            x = layer(x, weights, *rest, **named)
+            x = layer(marks.next_stage(x), weights, *rest, **named)
             if isinstance(x, tuple) and len(x) == 2:
                 x, more = x
                 others.append(more)
@@ -111,11 +113,15 @@ def layer_of(
 
 
 def layer_layout(layout: Layout) -> Layout:
-    """Layout of one layer of a stacked leaf: `[L, ...] -> [...]`. ValueError where dim 0 is split."""
+    """Layout of one layer of a stacked leaf: `[L, ...] -> [...]`. ValueError where dim 0 is split.
+
+    A loss that is cut into stages is traced with the layers of all of them: pp, which splits them at rest, does not.
+    """
     return _of_one_layer("layer_layout", layout)
 
 
 def _of_one_layer(path: str, layout: Layout) -> Layout:
+    layout = layout if known_ranks.recorded_stages() is None else layout.without("pp")
     if not layout.shape or layout.axes(0) or (layout.flat and not layout.flat_from):
         raise ValueError(
             f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; name the axis on another dim"

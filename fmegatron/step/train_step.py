@@ -17,7 +17,8 @@ from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.microbatches import accumulated, alone, require_parts
 from fmegatron.step.offload import fetched, stored
-from fmegatron.step.pipeline.pipeline import Pipeline, staged
+from fmegatron.step.pipeline.options import Pipeline, Scheduled, by_stages
+from fmegatron.step.pipeline.pipeline import staged
 from fmegatron.step.reduce import known_as, reduced_to
 from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
 from fmegatron.step.tracing import described
@@ -34,7 +35,7 @@ def build_train_step(
     *,
     strategy: DataParallel | None = None,
     precision: Precision | None = None,
-    microbatches: int | Pipeline = 1,
+    microbatches: int | Pipeline | Scheduled = 1,
     weight: str | None = None,
     twice: bool = False,
     with_sample_ids: bool = False,
@@ -62,8 +63,9 @@ def build_train_step(
         microbatches: see `accumulate`. The batch is assigned by `strategy.batch_layout(shape, dtype, mesh,
             microbatches)`, so that microbatch m is the same rows on every mesh (`loop.Run` and `loop.own_rows` do
             that, and a jit refuses another layout of arrays that know theirs).
-            On a mesh with pp a `Pipeline`: its stages compute as many as its table has (`step.pipelined`); where pp is
-            1 it is that number.
+            On a mesh with pp they are computed by stages (`step.pipelined`): of an int by 1F1B with balanced ones,
+            of `Pipelining(...).of(n)` as these options say, of a `Pipeline` by its table; where pp is 1 all of these
+            are that number.
         weight: of a loss that is a tensor, see `accumulate`; it is the mean over all tokens if the metrics have
             "tokens".
         twice: counts may depend on the parameters with several microbatches, for one more forward pass of each.
@@ -192,25 +194,18 @@ def _require_metrics(loss_fn: Callable, metrics: Any) -> None:
         )
 
 
-def _microbatches(given: int | Pipeline, axes: Axes, weight: str | None, twice: bool) -> tuple[int, Pipeline | None]:
-    """(how many there are, the pipeline that computes them). ValueError for stages without a pipeline, and for what a
-    pipeline cannot do."""
-    stages = axes.mesh["pp"] if isinstance(axes, Axes) else 1
-    if not isinstance(given, Pipeline):
-        if stages > 1:
-            raise ValueError(
-                f"build_train_step: mesh {axes.mesh}: got pp of {stages} and microbatches={given}, wanted a pipeline, "
-                "which says what its ranks compute; give microbatches=Pipeline(schedules.one_f_one_b(p, count), "
-                "stages), or a mesh without pp"
-            )
-        return given, None
-    if stages > 1 and (weight is not None or twice):
+def _microbatches(
+    given: int | Pipeline | Scheduled, axes: Axes, weight: str | None, twice: bool
+) -> tuple[int, Pipeline | Scheduled | None]:
+    """(how many there are, the pipeline that computes them). ValueError for what a pipeline cannot do."""
+    count, pipeline = by_stages(given, axes.mesh)
+    if pipeline is not None and (weight is not None or twice):
         what = f"weight={weight!r}" if weight is not None else "twice=True"
         raise ValueError(
             f"build_train_step: got a pipeline and {what}, wanted counts that are known before the first backward; "
             "return step.mean(total, count) from the loss, and leave it out"
         )
-    return given.table.microbatches, given if stages > 1 else None
+    return count, pipeline
 
 
 def _layouts_of(layouts: Any) -> Any:

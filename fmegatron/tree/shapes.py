@@ -37,7 +37,8 @@ def specs(
             data axis, else on one that the axis divides. Or its name (`DataParallel.named`). None: as the rules state.
             The specs keep it: gradients, the optimizer's state and rows of batches follow it.
         stacked: pattern of paths of arrays whose dim 0 counts layers; the strategy does not split it, so that each rank
-            holds a part of every layer.
+            holds a part of every layer. An axis pp of the mesh does, where it divides it: a rank holds those of its
+            stage.
 
     Raises:
         ValueError: for a leaf that is no shape, a rule that does not fit its array, a path that no row of `init`
@@ -62,6 +63,9 @@ def specs(
                 f"specs: {path}: got {got}, wanted a shape, a tuple of whole numbers of 0 or more: (512, 64)"
             )
         layout = layout_rules.layout(path, tuple(shape), dtype, mesh)
+        counts = layers is not None and bool(layers.match(path))
+        if counts and mesh["pp"] > 1 and not layout.axes(0) and shape[0] % mesh["pp"] == 0:
+            layout = layout.replace(spec=("pp", *layout.spec[1:]))
         if strategy is not None:
             layout = strategy.params_layout(layout, whole=() if layers is None else layers.match(path))
         value = inits.match(path)[0]
@@ -69,7 +73,7 @@ def specs(
             raise ValueError(
                 f"specs: {path}: got init {value!r:.60}, wanted Normal(std), Uniform(lo, hi) or Constant(x)"
             )
-        return ArraySpec(layout, value, strategy=strategy, stacked=layers is not None and bool(layers.match(path)))
+        return ArraySpec(layout, value, strategy=strategy, stacked=counts)
 
     return map_with_path(one, shapes, is_leaf=_is_tuple_of_numbers)
 

@@ -35,7 +35,7 @@ from fmegatron.step.pipeline.parts import (
 )
 from fmegatron.step.torch_private import extract_subgraph
 
-__all__ = ["Part", "Parts", "cut", "without_marks"]
+__all__ = ["Part", "Parts", "blocks_of", "cut", "without_marks"]
 
 GRADS = "grads/"  # how paths of gradients begin
 
@@ -295,8 +295,12 @@ def _erase_marks(graph: fx.Graph, which: Callable[[int], bool]) -> None:
             graph.erase_node(n)
 
 
-def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, who: str) -> None:
-    """ValueError unless each of so many blocks has its mark."""
+def blocks_of(graph: fx.Graph, who: str) -> int:
+    """How many blocks have a mark. ValueError, naming the line where the stack is unbound, where none has."""
+    return 1 + max(_marks(graph, who))
+
+
+def _marks(graph: fx.Graph, who: str) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for n in graph.nodes:
         if n.target is MARK:
@@ -308,6 +312,12 @@ def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, who: str
             f"{who}: got a loss without marks of stages, wanted one before each block: "
             f"x = block(step.stage(x, n), w), n from 0{where}"
         )
+    return found
+
+
+def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, who: str) -> None:
+    """ValueError unless each of so many blocks has its mark."""
+    found = _marks(graph, who)
     count = max(found) + 1
     missing = [n for n in range(count) if n not in found]
     if missing:

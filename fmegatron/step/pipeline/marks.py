@@ -11,7 +11,7 @@ from fmegatron.collectives import known_ranks
 from fmegatron.step.tracing import line_here
 from fmegatron.tree import structure
 
-__all__ = ["MARK", "stage"]
+__all__ = ["MARK", "next_stage", "stage"]
 
 
 def _define() -> torch.library.Library:
@@ -41,7 +41,17 @@ def stage(x: Tensor, n: int) -> Tensor:
         raise ValueError(f"stage: x: got {_words(x)}, wanted the floating tensor that goes from block to block")
     if isinstance(n, bool) or not isinstance(n, int) or n < 0:
         raise ValueError(f"stage: n: got {n!r}, wanted the number of the block, 0 or more")
-    return _Mark.apply(x, n) if known_ranks.recorded_stages() else x
+    recorded = known_ranks.recorded_stages()
+    if recorded is None:
+        return x
+    recorded.marked = n + 1
+    return _Mark.apply(x, n)
+
+
+def next_stage(x: Any) -> Any:
+    """`stage` of the block behind those that have been marked: of functions that apply blocks themselves."""
+    recorded = known_ranks.recorded_stages()
+    return x if recorded is None else stage(x, recorded.marked)
 
 
 def _words(x: Any) -> str:

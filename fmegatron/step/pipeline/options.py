@@ -1,18 +1,21 @@
-"""A pipeline as options of a configuration: --pipeline.schedule=zb_v --pipeline.stages=3,4,4,1."""
+"""A pipeline as a value, and as options of a configuration: --pipeline.schedule=zb_v --pipeline.stages=3,4,4,1."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
+from fmegatron.layout import Mesh
 from fmegatron.step.pipeline import schedules
 from fmegatron.step.pipeline.clock import Costs
 from fmegatron.step.pipeline.greedy import microbatch_of
+from fmegatron.step.pipeline.pictures import picture
 from fmegatron.step.pipeline.stages import Stages, balanced, read_stages
 from fmegatron.step.pipeline.table import Table, checked
 
-__all__ = ["Pipelining"]
+__all__ = ["Pipeline", "Pipelining", "Scheduled", "by_stages"]
 
 # How many stages a rank has where nothing names it; those of a V are always two.
 _CHUNKS = MappingProxyType(
@@ -22,9 +25,71 @@ _FIXED = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v", "greedy_v")
 _VEES = ("zb_v", "dualpipe_v", "greedy_v")
 
 
+def by_stages(microbatches: int | Pipeline | Scheduled, mesh: Mesh) -> tuple[int, Pipeline | Scheduled | None]:
+    """(how many microbatches there are, what computes them by stages): 1F1B where only their number is said; None on
+    a mesh without pp."""
+    count = microbatches if isinstance(microbatches, int) else microbatches.microbatches
+    if mesh["pp"] == 1:
+        return count, None
+    return count, Pipelining().of(count) if isinstance(microbatches, int) else microbatches
+
+
+def _named(default: Any) -> Any:
+    """A field that a resumed run may have another value of, by name (`loop.field`)."""
+    return field(default=default, metadata={"resume": "named", "least": None, "above": None})
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Which rank computes what, and when; `print` shows it on the clock, at equal costs of all actions.
+
+    table: the actions of each rank of the axis pp (`step.pipeline.schedules`). stages: how many blocks each stage has;
+    what comes before the first block is in the first stage, what comes behind the last one in the last.
+    Raises ValueError for a table that cannot run, and for another number of stages than it has.
+    """
+
+    table: Table
+    stages: tuple[int, ...]
+
+    def __post_init__(self):
+        checked(self.table)
+        object.__setattr__(self, "stages", tuple(self.stages))
+        if len(self.stages) != self.table.stages or min(self.stages) < 1:
+            raise ValueError(
+                f"Pipeline: got stages of {', '.join(map(str, self.stages))} blocks for {self.table.name}, wanted "
+                f"{self.table.stages} stages, one block or more in each; take fewer stages"
+            )
+        if any(kind in "GR" for row in self.table.rows for action in row for kind in action.kind):
+            raise ValueError(
+                f"Pipeline: got {self.table.name} with gathers and reductions of their own (G, R), wanted F, B, W and "
+                "BW; leave them out: weights are gathered where they are read"
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return self.table.microbatches
+
+    def __str__(self) -> str:
+        return f"{picture(self.table)}\nblocks of each stage: {', '.join(map(str, self.stages))}"
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """As many microbatches by these options: a `Pipeline`, once ranks and blocks are known."""
+
+    options: Pipelining
+    microbatches: int
+
+    def pipeline(self, ranks: int, blocks: int) -> Pipeline:
+        """On so many ranks of pp, of so many blocks. Raises ValueError for what does not go together."""
+        place = self.options.place(ranks, blocks)
+        return Pipeline(self.options.table(place, self.microbatches), self.options.cut(place, [1.0] * blocks).sizes)
+
+
 @dataclass(frozen=True)
 class Pipelining:
-    """How a pipeline runs, as text and numbers. Nothing is done with it where the pipeline has one rank.
+    """How a pipeline runs, as text and numbers: a group of options. Nothing is done with it where pp is 1.
 
     schedule:
         "gpipe"        all forwards, then all backwards
@@ -43,10 +108,10 @@ class Pipelining:
     Raises ValueError for another schedule, and for what does not go with it.
     """
 
-    schedule: str = "1f1b"
-    stages: str = ""
-    chunks: int = 0
-    memory: float = 0.0
+    schedule: str = _named("1f1b")
+    stages: str = _named("")
+    chunks: int = _named(0)
+    memory: float = _named(0.0)
 
     def __post_init__(self):
         if self.schedule not in _CHUNKS:
@@ -59,6 +124,17 @@ class Pipelining:
             raise ValueError(
                 f"pipeline.memory: got {self.memory:g} with {self.schedule}, wanted 0, or more with a greedy schedule"
             )
+
+    def of(self, microbatches: int) -> Scheduled:
+        """What builders of steps and `step.pipelined` take: so many microbatches, computed as these options say.
+
+        Raises ValueError for fewer than one.
+        """
+        if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+            raise ValueError(
+                f"Pipelining.of: microbatches: got {microbatches!r}, wanted a whole number of them, 1 or more"
+            )
+        return Scheduled(self, microbatches)
 
     def place(self, ranks: int, blocks: int, mtp: int = 0) -> tuple[int, ...]:
         """The rank of each stage. Raises ValueError where `stages` are not `chunks` a rank."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,47 +26,20 @@ from fmegatron.step.microbatches import (
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import functional
 from fmegatron.step.parts import summed
-from fmegatron.step.pipeline.cut import GRADS, cut, without_marks
+from fmegatron.step.pipeline.cut import GRADS, blocks_of, cut, without_marks
 from fmegatron.step.pipeline.entry import PipelineEntry, Plan
-from fmegatron.step.pipeline.table import Table, checked
+from fmegatron.step.pipeline.options import Pipeline, Scheduled
 from fmegatron.step.reduce import raw_gradient_layout, widened
 from fmegatron.step.signature import signature_of
 from fmegatron.step.torch_private import FakeTensorMode, graph_module_of, is_tracing, outside_of_tracing
 from fmegatron.step.tracing import described, trace
 from fmegatron.tree import labels, structure
 
-__all__ = ["Pipeline", "pipelined", "staged"]
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Which rank computes what, and when.
-
-    table: the actions of each rank of the axis pp (`step.pipeline.schedules`). stages: how many blocks each stage has;
-    what comes before the first block is in the first stage, what comes behind the last one in the last.
-    Raises ValueError for a table that cannot run, and for another number of stages than it has.
-    """
-
-    table: Table
-    stages: tuple[int, ...]
-
-    def __post_init__(self):
-        checked(self.table)
-        object.__setattr__(self, "stages", tuple(self.stages))
-        if len(self.stages) != self.table.stages or min(self.stages) < 1:
-            raise ValueError(
-                f"Pipeline: got stages of {', '.join(map(str, self.stages))} blocks for {self.table.name}, wanted "
-                f"{self.table.stages} stages, one block or more in each; take fewer stages"
-            )
-        if any(kind in "GR" for row in self.table.rows for action in row for kind in action.kind):
-            raise ValueError(
-                f"Pipeline: got {self.table.name} with gathers and reductions of their own (G, R), wanted F, B, W and "
-                "BW; leave them out: weights are gathered where they are read"
-            )
+__all__ = ["pipelined", "staged"]
 
 
 def pipelined(
-    loss_fn: Callable, pipeline: Pipeline, *, dtype: torch.dtype = torch.float32, axes: Axes | None = None
+    loss_fn: Callable, pipeline: Pipeline | Scheduled, *, dtype: torch.dtype = torch.float32, axes: Axes | None = None
 ) -> Callable:
     """`f(params, batch, *args) -> ((loss, aux), grads)`: `accumulate(loss_fn, microbatches)`, computed by stages.
 
@@ -77,7 +49,8 @@ def pipelined(
     Args:
         loss_fn: as `accumulate` takes it. A loss that is a scalar is the mean over equal microbatches; where rows count
             differently (a mask) it is parts, `step.mean(total, count)`.
-        pipeline: the table of actions, whose microbatches the batch is cut into, and the blocks of each stage.
+        pipeline: the table of actions, whose microbatches the batch is cut into, and the blocks of each stage; or
+            `Pipelining(...).of(microbatches)`, whose stages are cut when the blocks have been counted.
         dtype: in which gradients of lower precision are added up and returned.
         axes: over whose data axes parts are added up, as of `value_and_grad`.
 
@@ -91,7 +64,7 @@ def pipelined(
         raise ValueError(
             f"pipelined: got {structure.in_words(loss_fn)}, wanted a function loss_fn(params, batch, *args)"
         )
-    n = pipeline.table.microbatches
+    n = pipeline.microbatches
     without = accumulate(loss_fn, n, dtype=dtype, axes=axes)
     several = staged(LossFn(loss_fn, axes, None, n=n), pipeline, dtype)
 
@@ -107,10 +80,10 @@ def pipelined(
     return with_grad
 
 
-def staged(of: LossFn, pipeline: Pipeline, dtype: torch.dtype) -> Callable:
+def staged(of: LossFn, pipeline: Pipeline | Scheduled, dtype: torch.dtype) -> Callable:
     """What `accumulated` is: `f(params, batch, args, scale) -> (loss, aux, grads, whether the loss is of the batch)`,
     on a mesh with pp."""
-    nodes, full, table = {}, {}, pipeline.table
+    nodes, full = {}, {}
     who = f"pipelined {described(of.loss_fn)}"
 
     def several(params, batch, args, scale):
@@ -122,12 +95,12 @@ def staged(of: LossFn, pipeline: Pipeline, dtype: torch.dtype) -> Callable:
                 "tree.place(params, layouts)"
             )
         ranks = layouts[0].mesh["pp"]
-        if ranks != table.ranks:
+        if isinstance(pipeline, Pipeline) and ranks != (table := pipeline.table).ranks:
             raise ValueError(
                 f"{who}: got {table.name}, a table of {table.ranks} ranks, on {layouts[0].mesh}, wanted one of {ranks},"
                 " the size of pp; make it for this mesh"
             )
-        require_parts(batch, table.microbatches)
+        require_parts(batch, pipeline.microbatches)
         leaves, spec = tree.leaves((params, batch, args, scale)), structure.flatten((params, batch, args, scale))[2]
         key = (spec, tuple(signature_of(leaves, labels=True)))
         if key not in nodes:
@@ -145,8 +118,8 @@ def _slashed(path: str) -> str:
 class _Node:
     """The gradients of a batch of this signature: traced, cut and made one node."""
 
-    def __init__(self, of: LossFn, pipeline: Pipeline, call: tuple, dtype: torch.dtype, who: str):
-        self.of, self.n, self.dtype, self.who = of, pipeline.table.microbatches, dtype, who
+    def __init__(self, of: LossFn, pipeline: Pipeline | Scheduled, call: tuple, dtype: torch.dtype, who: str):
+        self.of, self.n, self.dtype, self.who = of, pipeline.microbatches, dtype, who
         params, batch, args, scale = call
         layouts = dict(zip(tree.paths(params), tree.leaves(tree.layouts(params)), strict=True))
         for path, layout in layouts.items():
@@ -171,6 +144,8 @@ class _Node:
             marked = functional(one.entry.graph_module, (one.entry.fakes, []), mode)
         takes = [*map(_slashed, one.traced.in_paths), *(f"sum {sum_}" for sum_ in one.sums)]
         self.shown = [path for path in self.gives if not path.startswith(GRADS)]
+        if isinstance(pipeline, Scheduled):
+            pipeline = pipeline.pipeline(mesh["pp"], blocks_of(marked.graph, who))
         with outside_of_tracing(), mode:
             parts = cut(marked.graph, takes, self.gives, pipeline.stages, who)
         plain = graph_module_of(marked, without_marks(marked.graph))

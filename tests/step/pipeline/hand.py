@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fmegatron import optim, step, tree
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.step import stage
 from fmegatron.step.layer import unstack
-from fmegatron.step.pipeline.marks import stage
 from fmegatron.testing import simulate
 from fmegatron.testing.compare_ranks import relative_error
 from fmegatron.tree import structure

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 from fmegatron import step, tree
 from fmegatron.layout import Layout, Mesh
+from fmegatron.step import Pipeline, pipelined, stage
 from fmegatron.step.layer import unstack
 from fmegatron.step.pipeline import schedules
-from fmegatron.step.pipeline.marks import stage
-from fmegatron.step.pipeline.pipeline import Pipeline, pipelined
 from fmegatron.step.pipeline.table import Action, Table
 from fmegatron.step.tracing import trace
 from tests.step.pipeline import hand

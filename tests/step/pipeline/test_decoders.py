@@ -9,10 +9,10 @@ import torch
 
 from fmegatron import model, nn, optim, step, tree
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.step import Pipeline
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.pipeline import schedules
 from fmegatron.step.pipeline.entry import PipelineEntry
-from fmegatron.step.pipeline.pipeline import Pipeline
 from fmegatron.testing import simulate
 from tests.step.pipeline.hand import worst
 

@@ -6,8 +6,8 @@ import torch
 from fmegatron import checkpoint, step, tree
 from fmegatron.collectives import connect
 from fmegatron.layout import Layout, Mesh
+from fmegatron.step import Pipeline, pipelined
 from fmegatron.step.pipeline import schedules
-from fmegatron.step.pipeline.pipeline import Pipeline, pipelined
 from fmegatron.testing import split
 from tests.step.pipeline import hand
 

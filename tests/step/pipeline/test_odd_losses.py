@@ -5,10 +5,9 @@ import torch
 
 from fmegatron import step, tree
 from fmegatron.layout import Layout, Mesh
+from fmegatron.step import Pipeline, pipelined, stage
 from fmegatron.step.layer import unstack
 from fmegatron.step.pipeline import schedules
-from fmegatron.step.pipeline.marks import stage
-from fmegatron.step.pipeline.pipeline import Pipeline, pipelined
 from fmegatron.testing import simulate
 
 

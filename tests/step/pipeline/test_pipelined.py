@@ -5,8 +5,8 @@ import torch
 
 from fmegatron import step
 from fmegatron.layout import Mesh, Split
+from fmegatron.step import Pipeline, pipelined
 from fmegatron.step.pipeline import schedules
-from fmegatron.step.pipeline.pipeline import Pipeline, pipelined
 from tests.step.pipeline import hand
 
 F64 = torch.float64
