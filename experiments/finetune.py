@@ -13,7 +13,7 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Literal
 
-from fmegatron import data, loop, model, optim, tree
+from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.collectives import Precision
 from fmegatron.interop import hf
 from fmegatron.layout import DataParallel, Mesh
@@ -37,6 +37,8 @@ class Config:
     run: loop.Options = loop.Options("runs/finetune", steps=50)
     seq_len: int = field(256, resume="refused", least=2)
     batch_size: int = field(8, resume="refused", least=1)
+    microbatches: int = field(1, resume="named", least=1)
+    pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = field(1e-5, resume="named", above=0)
     precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
     memory: Literal["device", "host", "host-update"] = field("device", resume="free")  # of moments and masters
@@ -49,6 +51,7 @@ def describe(config: Config):
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, config.run.steps // 10))
     shape = (config.batch_size, config.seq_len)
     how = {"strategy": STRATEGY, "samples": True, "memory": config.memory}
+    how["microbatches"] = config.pipeline.of(config.microbatches)
     return model.build(decoder(config), optimizer, config.mesh, shape, **how)
 
 

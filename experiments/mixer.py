@@ -28,6 +28,8 @@ class Config:
     layers: int = 4
     seq_len: int = 64
     batch_size: int = 32
+    microbatches: int = loop.field(1, resume="named", least=1)
+    pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = loop.field(3e-3, resume="named", above=0)
     decay: float = 0.99  # of the average of the weights, for each step
 
@@ -69,7 +71,8 @@ def describe(config: Config):
         average = step.averaged_params(state)
         return step.means({"loss": loss_fn(average, batch)}, Axes(config.mesh))
 
-    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, evaluate=evaluate, shards=True)
+    rows, parts = {"tokens": shape, "labels": shape}, config.pipeline.of(config.microbatches)
+    return step.build(loss_fn, optimizer, specs, rows, microbatches=parts, evaluate=evaluate, shards=True)
 
 
 def text():

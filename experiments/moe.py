@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fmegatron import data, loop, model, nn, optim
+from fmegatron import data, loop, model, nn, optim, step
 from fmegatron.collectives import connect
 from fmegatron.layout import DataParallel, Mesh
 from fmegatron.loop import field
@@ -41,6 +41,8 @@ class Config:
     chunks: int = field(1, resume="named", least=1)  # of a rank's tokens
     seq_len: int = field(128, resume="refused")
     batch_size: int = field(16, resume="refused", least=1)
+    microbatches: int = field(1, resume="named", least=1)
+    pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = field(2e-3, resume="named", above=0)
     eval_windows: int = field(128, resume="named", least=1)
 
@@ -74,7 +76,8 @@ def describe(config: Config):
     """The step, the specs of its state, the layouts of its batch."""
     of, shape = decoder(config, config.kind, corpus()[0].vocab_size), (config.batch_size, config.seq_len)
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps))
-    return model.build(of, optimizer, config.mesh, shape, strategy=STRATEGY, save=None)
+    parts = config.pipeline.of(config.microbatches)
+    return model.build(of, optimizer, config.mesh, shape, strategy=STRATEGY, microbatches=parts, save=None)
 
 
 def corpus():

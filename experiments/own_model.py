@@ -34,6 +34,8 @@ class Config:
     seq_len: int = 64
     focus: float = field(1.0, least=0)  # γ of the focal loss: 0 is the plain one
     batch_size: int = 32
+    microbatches: int = field(1, resume="named", least=1)
+    pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = field(3e-3, resume="named", above=0)
     dtype: Literal["float32", "float64"] = "float32"
 
@@ -88,7 +90,8 @@ def describe(config):
     (specs, loss_fn), shape = decoder(config), (config.batch_size, config.seq_len)
     rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), decay=0.99)  # `step.averaged_params` gives what to sample with
-    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, shards=True)
+    rows, parts = {"tokens": shape, "labels": shape}, config.pipeline.of(config.microbatches)
+    return step.build(loss_fn, optimizer, specs, rows, microbatches=parts, shards=True)
 
 
 def read(config):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fmegatron import data, loop, model, optim
+from fmegatron import data, loop, model, optim, step
 from fmegatron.layout import Mesh
 from fmegatron.loop import field
 
@@ -30,6 +30,7 @@ class Config:  # what this experiment varies; how it runs (folder, steps, seed, 
     seq_len: int = field(128, resume="refused")
     batch_size: int = field(16, resume="refused", least=1)  # sequences per step, all ranks together
     microbatches: int = field(1, resume="named", least=1)  # of each rank, one after the other, in a step
+    pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = field(2e-3, resume="named", above=0)  # peak learning rate
     warmup: int = field(50, resume="named", least=0)  # steps
     weight_decay: float = field(0.1, resume="named", least=0)
@@ -62,7 +63,8 @@ def corpus(path):
 
 def describe(config):
     of, rows = decoder(config, corpus(TEXT)[0].vocab_size), (config.batch_size, config.seq_len)
-    return model.build(of, adamw(config), config.mesh, rows, strategy=config.strategy, microbatches=config.microbatches)
+    parts = config.pipeline.of(config.microbatches)
+    return model.build(of, adamw(config), config.mesh, rows, strategy=config.strategy, microbatches=parts)
 
 
 def read(config):

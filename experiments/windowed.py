@@ -31,6 +31,8 @@ class Config:
     window: int = loop.field(16, least=1)  # positions that a head sees, its own included
     smoothing: float = loop.field(0.1, resume="named", least=0)  # share of the target that all bytes have in common
     batch_size: int = 32
+    microbatches: int = loop.field(1, resume="named", least=1)
+    pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = loop.field(3e-3, resume="named", above=0)
 
 
@@ -61,7 +63,8 @@ def describe(config: Config):
 
     shape = (config.batch_size, config.seq_len)
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10))
-    return step.build(loss_fn, optimizer, specs, {"tokens": shape, "labels": shape}, shards=True)
+    rows, parts = {"tokens": shape, "labels": shape}, config.pipeline.of(config.microbatches)
+    return step.build(loss_fn, optimizer, specs, rows, microbatches=parts, shards=True)
 
 
 def read(config: Config):

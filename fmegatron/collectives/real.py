@@ -105,9 +105,13 @@ def _joined(rows: list[Tensor]) -> Tensor:
 def _parted(rows: Tensor, shapes: list) -> list[Tensor]:
     """The inverse of `_joined`: [n, *shape] of each."""
     if len(shapes) == 1:
-        return [rows.unflatten(1, shapes[0])]
+        return [_of_shape(rows, shapes[0])]
     found = rows.split([math.prod(shape) for shape in shapes], 1)
-    return [row.unflatten(1, shape) for row, shape in zip(found, shapes, strict=True)]
+    return [_of_shape(row, shape) for row, shape in zip(found, shapes, strict=True)]
+
+
+def _of_shape(row: Tensor, shape: torch.Size) -> Tensor:
+    return row.unflatten(1, shape) if shape else row.squeeze(1)
 
 
 def _buffers(tensors: list[Tensor]) -> list[list[int]]:
@@ -325,7 +329,7 @@ def _piece(buffer: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor
 def _unpacked(rows: Tensor, like: list[Tensor], shapes: list) -> list[Tensor]:
     """[n, *shape] of each tensor out of a buffer of bytes [n, row]."""
     found = _ours().unpack(rows, [dtype_name(x.dtype) for x in like], [math.prod(shape) for shape in shapes])
-    return [row.unflatten(1, shape) for row, shape in zip(found, shapes, strict=True)]
+    return [_of_shape(row, shape) for row, shape in zip(found, shapes, strict=True)]
 
 
 def _pack(xs):

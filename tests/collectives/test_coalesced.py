@@ -241,6 +241,15 @@ def test_dtypes_that_do_not_divide_each_other_share_a_buffer():
         assert x.dtype == y.dtype and torch.equal(x, y)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.int32), (torch.float64, torch.float64), (torch.int32,)])
+def test_scalars_of_all_ranks_share_a_buffer(dtypes):
+    rows = [torch.arange(2).to(dtype) for dtype in dtypes]
+    shapes, mixed = [torch.Size(())] * len(rows), len(set(dtypes)) > 1
+    buffer = real._packed(rows).view(2, -1)
+    found = real._unpacked(buffer, rows, shapes) if mixed else real._parted(buffer, shapes)
+    assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(rows, found, strict=True))
+
+
 def test_tensors_that_need_no_gradient_are_not_reduced():
     problem = Problem(Mesh(a=2, b=1), "one axis, one dtype")
     axis = problem.axis()

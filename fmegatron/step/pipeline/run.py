@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from fmegatron.collectives import World
 from fmegatron.step.pipeline.cut import Parts
 from fmegatron.step.pipeline.table import Action, Message, Table, programs
 
-__all__ = ["Held", "over_ranks"]
+__all__ = ["Doing", "Held", "at_work", "over_ranks"]
 
 
 class Held:
@@ -100,10 +101,13 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
 
     like: a message -> a tensor of the shape, dtype and device of what it carries. Sends are not waited for before the
     end; a receive is posted where it stands in the program, and waited for where its value is read.
+
+    Raises RuntimeError, naming action, message and ranks, where a peer is lost, or nothing comes within the time limit
+    of the process group (`connect(timeout_s=)`).
     """
     axis: tuple[str, ...] = ("pp",)
     group, peers = world.group(axis), _peers(world)
-    sends: list[tuple[Any, torch.Tensor]] = []
+    sends: list[tuple[Any, Message, torch.Tensor]] = []
     coming: dict[tuple[str, int, int], tuple[Any, Message, torch.Tensor]] = {}
     numbers: dict[tuple[int, int], int] = {}
     for item in programs(held.table)[held.rank]:
@@ -111,23 +115,56 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
             for key in _awaited(item):
                 if key in coming:
                     work, message, value = coming.pop(key)
-                    work.wait()
+                    at_work(Doing(held.rank, peers, item, message), work.wait)
                     held.receive(message, value)
-            held.do(item)
+            at_work(Doing(held.rank, peers, item), held.do, item)
             continue
         pair = item.source, item.target
         tag = numbers[pair] = numbers.get(pair, -1) + 1
+        doing = Doing(held.rank, peers, None, item)
         if item.source == held.rank:
             value = held.sent(item).contiguous()
-            sends = [(work, x) for work, x in sends if not work.is_completed()]
-            sends.append((dist.isend(value, peers[item.target], group=group, tag=tag), value))
+            sends = [(work, message, x) for work, message, x in sends if not work.is_completed()]
+            work = at_work(doing, dist.isend, value, peers[item.target], group, tag)
+            sends.append((work, item, value))
         else:
             value = torch.empty_like(like(item), memory_format=torch.contiguous_format)
-            work = dist.irecv(value, peers[item.source], group=group, tag=tag)
+            work = at_work(doing, dist.irecv, value, peers[item.source], group, tag)
             coming[item.kind, item.reader, item.microbatch] = work, item, value
-    for work, _ in sends:
-        work.wait()
+    for work, message, _ in sends:
+        at_work(Doing(held.rank, peers, None, message), work.wait)
     held.end()
+
+
+class Doing(NamedTuple):
+    """What a rank of pp is at: an action, or the message that it waits for before one; None: behind its last action.
+
+    peers: of each rank of pp the number of its process.
+    """
+
+    rank: int
+    peers: Sequence[int]
+    action: Action | None
+    message: Message | None = None
+
+    def __str__(self) -> str:
+        action, message = "" if self.action is None else f" {self.action}", self.message
+        here = f"pipeline: rank {self.peers[self.rank]} ({self.rank} of pp)"
+        if message is None:
+            return f"{here} runs{action}"
+        other, way = (message.target, "be taken by") if message.source == self.rank else (message.source, "come from")
+        what = f"{message.kind}{message.stage}.{message.microbatch}"
+        before = f" before{action}" if action else ""
+        return f"{here} waits{before} for what {what} made to {way} rank {self.peers[other]} ({other} of pp)"
+
+
+def at_work(doing: Doing, call: Callable, *args: Any) -> Any:
+    """call(*args), whose errors say what this rank was at. The report of a hang reads `doing` here."""
+    began = time.monotonic()
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        raise RuntimeError(f"{doing}: failed after {time.monotonic() - began:.1f} s: {error}") from error
 
 
 def _awaited(action: Action) -> list[tuple[str, int, int]]:
