@@ -19,6 +19,7 @@ INTERNAL = (
     ("checkpoint", "checkpoint.reading.explanation", "Read"),
     ("checkpoint", "checkpoint.reading.mapping", "per_rank Rule"),
     ("checkpoint.local", "checkpoint", "LocalReplicas"),
+    ("checkpoint.tools", "checkpoint.tools.differences", "diff"),
     ("checkpoint.tools", "checkpoint.tools.gc", "collect"),
     ("checkpoint.tools", "checkpoint.tools.ls", "listing"),
     ("checkpoint.tools", "checkpoint.tools.resharding", "plan_of target_layouts"),
@@ -105,6 +106,7 @@ INTERNAL = (
     ("model", "model.choose", "Choice"),
     ("model", "model.counts", "cache_bytes_per_token flops_per_token parameters"),
     ("model", "model.forward", "block hidden"),
+    ("model", "model.json_form", "described description"),
     ("model", "model.mla", "MLA"),
     ("model", "model.norm", "LayerNorm"),
     ("model", "model.rope", "Rope"),
@@ -189,7 +191,11 @@ INTERNAL = (
     ("tree", "tree.checks", "require_mesh"),
     ("tree", "tree.pictures", "Shown"),
     ("tree", "tree.spec", "Init"),
-    ("tree", "tree.structure", "did_you_mean flatten in_words map_with_path structure_difference Tree unflatten"),
+    (
+        "tree",
+        "tree.structure",
+        "did_you_mean flatten in_words map_with_path neither_norm_nor_bias structure_difference Tree unflatten",
+    ),
 )
 
 # (room, name, what stands in its place)

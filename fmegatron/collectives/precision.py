@@ -82,7 +82,7 @@ class Precision:
         """How each leaf travels: the tree of `layouts` with a Wire for each.
 
         Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or
-        "bias" is in it (`tree.neither_norm_nor_bias`).
+        "bias" is in it (`tree.structure.neither_norm_nor_bias`).
         """
 
         def wire_of(path: str, layout: Layout) -> Wire:

@@ -8,7 +8,6 @@ from fmegatron.model.decoder import MTP, Decoder, Part
 from fmegatron.model.determinism import deterministic
 from fmegatron.model.families.llamas import llama
 from fmegatron.model.forward import blocks, contexts, embed, logits, loss, read_out, token_losses
-from fmegatron.model.json_form import described, description
 from fmegatron.model.lm_harness import harness
 from fmegatron.model.mamba import Mamba
 from fmegatron.model.mixer import Mixer, PerToken
@@ -45,8 +44,6 @@ __all__ = [
     "blocks",
     "build",
     "contexts",
-    "described",
-    "description",
     "deterministic",
     "embed",
     "generate",

@@ -1,7 +1,7 @@
 """A decoder as JSON and back: what a checkpoint has of its model, so that it can be opened without the program.
 
-    manager.save(step, state, specs, metadata={"model": model.description(decoder)})
-    decoder = model.described(checkpoint.metadata(path)["model"])
+    manager.save(step, state, specs, metadata={"model": description(decoder)})
+    decoder = described(checkpoint.metadata(path)["model"])
 
 A dataclass is {"is": its name, its fields that are not at their defaults}; a tuple a list; a dtype {"dtype":
 "bfloat16"}; a number that JSON lacks {"float": "inf"}. Names are looked up in a closed list, so that a file can make
@@ -52,7 +52,7 @@ def described(values: object, known: Sequence[type] = ()) -> Decoder:
     Raises ValueError, naming the field, for what is no description.
     """
     if not isinstance(values, dict) or values.get("is") != "Decoder" or not isinstance(values.get("order"), list):
-        raise ValueError(f"model: got {values!r:.80}, wanted what model.description(decoder) gives")
+        raise ValueError(f"model: got {values!r:.80}, wanted what model.json_form.description(decoder) gives")
     values = dict(values)
     try:
         values["blocks"] = [values["blocks"][i] for i in values.pop("order")]
@@ -100,7 +100,7 @@ def _made(value: Any, path: str, known: dict[str, type]) -> Any:
     if name not in known:
         raise ValueError(
             f"{path}: got {name!r}, wanted one of {', '.join(sorted(known))}; a class of your own goes into "
-            "model.described(..., known=(...,))"
+            "model.opened(..., known=(...,))"
         )
     made = {key: _made(one, f"{path}.{key}", known) for key, one in fields.items()}
     try:

@@ -17,7 +17,6 @@ from fmegatron.model.decoder import Decoder
 from fmegatron.model.forward import loss
 from fmegatron.model.post_updates import post_update
 from fmegatron.step import partition
-from fmegatron.step.pipeline import options
 
 __all__ = ["build"]
 
@@ -29,7 +28,7 @@ def build(
     shape: tuple[int, int],
     *,
     strategy: str | DataParallel = "hsdp",
-    microbatches: int | step.Pipeline | options.Scheduled = 1,
+    microbatches: int | step.Pipelining | step.Pipeline = 1,
     samples: bool = False,
     save: partition.Policy | None = "mincut",
     twice: bool = False,
@@ -55,11 +54,11 @@ def build(
     Raises ValueError, naming what does not fit the mesh. Warns of what depends on the number of microbatches.
     """
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
+    if mesh["pp"] > 1:
+        parts = step.Pipelining().of(microbatches) if isinstance(microbatches, int) else microbatches
+        microbatches = parts.on(mesh["pp"], decoder.layers)
     found = specs(decoder, mesh, strategy=strategy)
     axes = Axes(mesh, data=strategy.tokens)
-    count, _ = options.by_stages(microbatches, mesh)
-    if count > 1:
-        _say_what_couples(decoder, count)
 
     plain = functools.partial(loss, decoder=decoder, axes=axes, save=save)
 
@@ -83,6 +82,8 @@ def build(
         shards=True,
         memory=memory,
     )
+    if described.microbatches > 1:
+        _say_what_couples(decoder, described.microbatches)
     return dataclasses.replace(described, decoder=decoder, save=save)
 
 

@@ -28,7 +28,7 @@ def sgd(
         nesterov: look ahead along the momentum.
         weight_decay: λ, 0 or more.
         decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
-            biases (`tree.neither_norm_nor_bias`).
+            biases (`tree.structure.neither_norm_nor_bias`).
 
     Raises:
         ValueError: values outside of their range.

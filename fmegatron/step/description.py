@@ -35,7 +35,7 @@ class Description:
     state: structure.Tree
     batch: structure.Tree
     microbatches: int = 1
-    pipeline: Pipeline | Scheduled | None = None
+    pipeline: Scheduled | Pipeline | None = None
     decoder: Any = None
     save: Any = None
     offload: int | None = None

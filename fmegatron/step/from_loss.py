@@ -12,7 +12,7 @@ from fmegatron.collectives import Axes, Precision, psum
 from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.description import Description
 from fmegatron.step.parts import means, parts_of
-from fmegatron.step.pipeline.options import Pipeline, Scheduled, by_stages
+from fmegatron.step.pipeline.options import Pipeline, Pipelining, by_stages
 from fmegatron.step.state import state_specs
 from fmegatron.step.train_step import build_train_step
 from fmegatron.step.whole import of_whole
@@ -27,7 +27,7 @@ def build(
     specs: structure.Tree,
     batch: structure.Tree,
     *,
-    microbatches: int | Pipeline | Scheduled = 1,
+    microbatches: int | Pipelining | Pipeline = 1,
     samples: bool = False,
     precision: Precision | None = None,
     post_update: Callable[[Any, dict], tuple[Any, dict]] | None = None,

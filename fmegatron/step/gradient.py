@@ -122,6 +122,15 @@ class LossFn:
         """The layout of a parameter's gradient, where the loss is this rank's part of a sum over the data axes."""
         return raw_gradient_layout(layout, (self.axes or Axes(layout.mesh)).data)
 
+    def known(self, grads, params):
+        """Gradients that were computed of parameters, with the layouts that `gradient` gives them."""
+
+        def one(g: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+            layout = tree.layout_of(param)
+            return _knowing(g, layout and self._raw(layout).replace(dtype=g.dtype))
+
+        return tree.map(one, grads, params)
+
     def axes_of(self, params) -> Axes:
         """The axes over which parts are added up. ValueError where nothing knows them."""
         if self.axes is not None:

@@ -89,7 +89,7 @@ def accumulate(
         require_parts(batch, n)
         if n > 1:
             loss, aux, grads, _ = several(params, batch, args, None)
-            return (loss, aux), grads
+            return (loss, aux), grads if each else of.known(grads, params)
         with of.differentiated(params) as call:
             call.returned = loss_fn(call.params, batch, *args)
         loss, aux, grads, _ = alone(of, call.gradient, params, weight)

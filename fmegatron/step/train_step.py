@@ -17,7 +17,7 @@ from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.microbatches import accumulated, alone, require_parts
 from fmegatron.step.offload import fetched, stored
-from fmegatron.step.pipeline.options import Pipeline, Scheduled, by_stages
+from fmegatron.step.pipeline.options import Pipeline, Pipelining, Scheduled, by_stages
 from fmegatron.step.pipeline.pipeline import staged
 from fmegatron.step.reduce import known_as, reduced_to
 from fmegatron.step.state import State, lying_as, moved, placements, require_optimizer, require_state, state_specs
@@ -35,7 +35,7 @@ def build_train_step(
     *,
     strategy: DataParallel | None = None,
     precision: Precision | None = None,
-    microbatches: int | Pipeline | Scheduled = 1,
+    microbatches: int | Pipelining | Pipeline = 1,
     weight: str | None = None,
     twice: bool = False,
     with_sample_ids: bool = False,
@@ -195,8 +195,8 @@ def _require_metrics(loss_fn: Callable, metrics: Any) -> None:
 
 
 def _microbatches(
-    given: int | Pipeline | Scheduled, axes: Axes, weight: str | None, twice: bool
-) -> tuple[int, Pipeline | Scheduled | None]:
+    given: int | Pipelining | Pipeline, axes: Axes, weight: str | None, twice: bool
+) -> tuple[int, Scheduled | Pipeline | None]:
     """(how many there are, the pipeline that computes them). ValueError for what a pipeline cannot do."""
     count, pipeline = by_stages(given, axes.mesh)
     if pipeline is not None and (weight is not None or twice):

@@ -10,7 +10,7 @@ from fmegatron.tree.pictures import show
 from fmegatron.tree.placed import layouts, place
 from fmegatron.tree.shapes import local, specs
 from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform, copies, named, ones, zeros, zeros_like
-from fmegatron.tree.structure import leaves, map, merge, neither_norm_nor_bias, partition, paths
+from fmegatron.tree.structure import leaves, map, merge, partition, paths
 from fmegatron.tree.text_dump import dump
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "map",
     "merge",
     "named",
-    "neither_norm_nor_bias",
     "ones",
     "partition",
     "paths",

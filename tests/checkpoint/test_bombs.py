@@ -12,7 +12,8 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint import CheckpointError
-from fmegatron.checkpoint.tools import diff, verify
+from fmegatron.checkpoint.tools import verify
+from fmegatron.checkpoint.tools.differences import diff
 from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.checkpoint.writing import plan
 from fmegatron.layout import Layout, Mesh

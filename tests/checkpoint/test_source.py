@@ -8,7 +8,8 @@ import torch
 
 from fmegatron import checkpoint, interop, tree
 from fmegatron.checkpoint import CheckpointError, Foreign, Leaf, Source
-from fmegatron.checkpoint.tools import diff, reshard, verify
+from fmegatron.checkpoint.tools import reshard, verify
+from fmegatron.checkpoint.tools.differences import diff
 from fmegatron.checkpoint.tools.resharding import plan_of, target_layouts
 from fmegatron.checkpoint.tools.show import show
 from fmegatron.layout import Layout, Mesh, Split

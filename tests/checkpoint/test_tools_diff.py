@@ -8,8 +8,7 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.__main__ import main
-from fmegatron.checkpoint.tools import diff
-from fmegatron.checkpoint.tools.differences import Comparison
+from fmegatron.checkpoint.tools.differences import Comparison, diff
 from fmegatron.checkpoint.tools.source import open_source
 from fmegatron.layout import Layout, Mesh
 from tests.checkpoint.fake_world import save_all, small_sizes

@@ -9,7 +9,8 @@ import safetensors.torch
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.__main__ import main
 from fmegatron.checkpoint.files.stores import open_store
-from fmegatron.checkpoint.tools import diff, reshard, verify
+from fmegatron.checkpoint.tools import reshard, verify
+from fmegatron.checkpoint.tools.differences import diff
 from fmegatron.checkpoint.tools.gc import collect
 from fmegatron.checkpoint.tools.ls import listing
 from fmegatron.checkpoint.tools.resharding import plan_of, target_layouts

@@ -133,7 +133,7 @@ def test_a_decoder_comes_back_from_json(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is": "Popen"}, "wanted what model.description"),
+        ({"is": "Popen"}, "wanted what model.json_form.description"),
         ({"norm": {"is": "Popen"}}, r"model.norm: got 'Popen', wanted one of"),
         ({"norm": {"is": "RMSNorm", "x": 1}}, r"model.norm: got RMSNorm of x"),
         ({"param_dtype": {"dtype": "load"}}, "got the dtype 'load'"),

@@ -10,6 +10,7 @@ from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import Mesh
 from fmegatron.model.array_specs import init
 from fmegatron.model.families.registry import family_of
+from fmegatron.model.json_form import described, description
 from tests.model.settings import CONFIGS
 
 BF16, ROUTER = torch.bfloat16, nn.Router(64, 6, "sigmoid")
@@ -55,7 +56,7 @@ def test_families_have_it_where_their_reference_does(name, fp32):
     dtypes = {path.rpartition("/")[2]: layout.dtype for path, layout in paths_of(model.layouts(of, Mesh()))}
     assert dtypes["router"] == (torch.float32 if fp32 else BF16) and dtypes["up"] == BF16
     assert dtypes.get("choice_bias", torch.float32) == torch.float32
-    assert model.described(model.description(of)) == of
+    assert described(description(of)) == of
 
 
 def paths_of(layouts):

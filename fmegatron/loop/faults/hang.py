@@ -24,13 +24,12 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from fmegatron.collectives import meet, torch_private
+from fmegatron.collectives import meet, torch_private, waiting
 from fmegatron.loop.events import Events
 from fmegatron.loop.faults.judge import Judge, View
 from fmegatron.loop.faults.notice import Place, end, say
 from fmegatron.loop.faults.pulse import Now, Pulse
 from fmegatron.loop.faults.siblings import kill_siblings, leave_stacks, own_process, write_stacks_into
-from fmegatron.step.pipeline import run
 
 HANG = 75  # exit status: EX_TEMPFAIL of sysexits.h, try again
 POLL_SECONDS = 0.25
@@ -251,8 +250,9 @@ class _Watch:
         learnt = f", the longest before took {longest:.2f} s" if longest else ""
         text = (
             f"hang: rank {self.rank} ({self.host}) makes no progress for {now.seconds:.1f} s in section "
-            f"{now.section!r} of update {now.step} (limit {now.limit:.1f} s{learnt}); {who}{_doing_of(self.main)}"
+            f"{now.section!r} of update {now.step} (limit {now.limit:.1f} s{learnt}); {who}"
         )
+        text += f" ({doing})" if (doing := waiting.doing_of(self.main)) else ""
         if self.board is not None:
             text = self.board.compare_set("hang", "", text).decode()
         self._end(text)
@@ -311,14 +311,5 @@ def _place_of(thread: int) -> str:
         if not of_torch:
             break
         frame = frame.f_back
-    return ", from ".join(places) + _doing_of(thread)
-
-
-def _doing_of(thread: int) -> str:
-    """What a thread is at in the table of a pipeline, if it runs one."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code is run.at_work.__code__:
-            return f" ({frame.f_locals['doing']})"
-        frame = frame.f_back
-    return ""
+    doing = waiting.doing_of(thread)
+    return ", from ".join(places) + (f" ({doing})" if doing else "")

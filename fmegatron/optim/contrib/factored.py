@@ -53,7 +53,7 @@ def adafactor(
         eps2: ε₂, the least rms of a parameter that an update is scaled by.
         weight_decay: λ, 0 or more.
         decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
-            biases (`tree.neither_norm_nor_bias`).
+            biases (`tree.structure.neither_norm_nor_bias`).
         factored: which leaves are factored; by default all but norms and biases.
 
     Raises:

@@ -25,15 +25,6 @@ _FIXED = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v", "greedy_v")
 _VEES = ("zb_v", "dualpipe_v", "greedy_v")
 
 
-def by_stages(microbatches: int | Pipeline | Scheduled, mesh: Mesh) -> tuple[int, Pipeline | Scheduled | None]:
-    """(how many microbatches there are, what computes them by stages): 1F1B where only their number is said; None on
-    a mesh without pp."""
-    count = microbatches if isinstance(microbatches, int) else microbatches.microbatches
-    if mesh["pp"] == 1:
-        return count, None
-    return count, Pipelining().of(count) if isinstance(microbatches, int) else microbatches
-
-
 def _named(default: Any) -> Any:
     """A field that a resumed run may have another value of, by name (`loop.field`)."""
     return field(default=default, metadata={"resume": "named", "least": None, "above": None})
@@ -70,21 +61,13 @@ class Pipeline:
         """How many microbatches there are."""
         return self.table.microbatches
 
+    def on(self, ranks: int, blocks: int) -> Pipeline:
+        """Itself: as options are one on so many ranks of pp, of so many blocks."""
+        del ranks, blocks
+        return self
+
     def __str__(self) -> str:
         return f"{picture(self.table)}\nblocks of each stage: {', '.join(map(str, self.stages))}"
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """As many microbatches by these options: a `Pipeline`, once ranks and blocks are known."""
-
-    options: Pipelining
-    microbatches: int
-
-    def pipeline(self, ranks: int, blocks: int) -> Pipeline:
-        """On so many ranks of pp, of so many blocks. Raises ValueError for what does not go together."""
-        place = self.options.place(ranks, blocks)
-        return Pipeline(self.options.table(place, self.microbatches), self.options.cut(place, [1.0] * blocks).sizes)
 
 
 @dataclass(frozen=True)
@@ -134,7 +117,12 @@ class Pipelining:
             raise ValueError(
                 f"Pipelining.of: microbatches: got {microbatches!r}, wanted a whole number of them, 1 or more"
             )
-        return Scheduled(self, microbatches)
+        return Scheduled(self.schedule, self.stages, self.chunks, self.memory, microbatches)
+
+    def on(self, ranks: int, blocks: int) -> Pipeline:
+        """ValueError: `of` says of how many microbatches."""
+        del ranks, blocks
+        raise ValueError(f"microbatches: got {self}, wanted how many of them, too; {self}.of(8)")
 
     def place(self, ranks: int, blocks: int, mtp: int = 0) -> tuple[int, ...]:
         """The rank of each stage. Raises ValueError where `stages` are not `chunks` a rank."""
@@ -177,3 +165,26 @@ class Pipelining:
         made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b, "zb_h1": schedules.zb_h1}
         made |= {"zb_v": schedules.zb_v, "dualpipe_v": schedules.dualpipe_v}
         return checked(made[self.schedule](p, microbatches))
+
+
+@dataclass(frozen=True)
+class Scheduled(Pipelining):
+    """As many microbatches by these options: a `Pipeline`, once ranks and blocks are known."""
+
+    microbatches: int = 1
+
+    def on(self, ranks: int, blocks: int) -> Pipeline:
+        """On so many ranks of pp, of so many blocks. Raises ValueError for what does not go together."""
+        place = self.place(ranks, blocks)
+        return Pipeline(self.table(place, self.microbatches), self.cut(place, [1.0] * blocks).sizes)
+
+
+def by_stages(microbatches: int | Pipelining | Pipeline, mesh: Mesh) -> tuple[int, Scheduled | Pipeline | None]:
+    """(how many microbatches there are, what computes them by stages): 1F1B where only their number is said; None on
+    a mesh without pp. ValueError for options that do not say how many."""
+    if isinstance(microbatches, Pipelining) and not isinstance(microbatches, Scheduled):
+        microbatches = microbatches.on(mesh["pp"], 0)
+    count = microbatches if isinstance(microbatches, int) else microbatches.microbatches
+    if mesh["pp"] == 1:
+        return count, None
+    return count, Pipelining().of(count) if isinstance(microbatches, int) else microbatches

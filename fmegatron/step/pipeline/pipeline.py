@@ -11,6 +11,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import Axes, resharding
+from fmegatron.layout import Mesh
 from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.cut import OneNode
 from fmegatron.step.gradient import LossFn
@@ -28,7 +29,7 @@ from fmegatron.step.partition import functional
 from fmegatron.step.parts import summed
 from fmegatron.step.pipeline.cut import GRADS, blocks_of, cut, without_marks
 from fmegatron.step.pipeline.entry import PipelineEntry, Plan
-from fmegatron.step.pipeline.options import Pipeline, Scheduled
+from fmegatron.step.pipeline.options import Pipeline, Pipelining, Scheduled, by_stages
 from fmegatron.step.reduce import raw_gradient_layout, widened
 from fmegatron.step.signature import signature_of
 from fmegatron.step.torch_private import FakeTensorMode, graph_module_of, is_tracing, outside_of_tracing
@@ -39,7 +40,7 @@ __all__ = ["pipelined", "staged"]
 
 
 def pipelined(
-    loss_fn: Callable, pipeline: Pipeline | Scheduled, *, dtype: torch.dtype = torch.float32, axes: Axes | None = None
+    loss_fn: Callable, pipeline: Pipelining | Pipeline, *, dtype: torch.dtype = torch.float32, axes: Axes | None = None
 ) -> Callable:
     """`f(params, batch, *args) -> ((loss, aux), grads)`: `accumulate(loss_fn, microbatches)`, computed by stages.
 
@@ -64,8 +65,9 @@ def pipelined(
         raise ValueError(
             f"pipelined: got {structure.in_words(loss_fn)}, wanted a function loss_fn(params, batch, *args)"
         )
-    n = pipeline.microbatches
+    n, _ = by_stages(pipeline, Mesh())
     without = accumulate(loss_fn, n, dtype=dtype, axes=axes)
+    assert not isinstance(pipeline, Pipelining) or isinstance(pipeline, Scheduled), "it has their number"
     several = staged(LossFn(loss_fn, axes, None, n=n), pipeline, dtype)
 
     @functools.wraps(loss_fn)
@@ -80,7 +82,7 @@ def pipelined(
     return with_grad
 
 
-def staged(of: LossFn, pipeline: Pipeline | Scheduled, dtype: torch.dtype) -> Callable:
+def staged(of: LossFn, pipeline: Scheduled | Pipeline, dtype: torch.dtype) -> Callable:
     """What `accumulated` is: `f(params, batch, args, scale) -> (loss, aux, grads, whether the loss is of the batch)`,
     on a mesh with pp."""
     nodes, full = {}, {}
@@ -118,7 +120,7 @@ def _slashed(path: str) -> str:
 class _Node:
     """The gradients of a batch of this signature: traced, cut and made one node."""
 
-    def __init__(self, of: LossFn, pipeline: Pipeline | Scheduled, call: tuple, dtype: torch.dtype, who: str):
+    def __init__(self, of: LossFn, pipeline: Scheduled | Pipeline, call: tuple, dtype: torch.dtype, who: str):
         self.of, self.n, self.dtype, self.who = of, pipeline.microbatches, dtype, who
         params, batch, args, scale = call
         layouts = dict(zip(tree.paths(params), tree.leaves(tree.layouts(params)), strict=True))
@@ -145,7 +147,7 @@ class _Node:
         takes = [*map(_slashed, one.traced.in_paths), *(f"sum {sum_}" for sum_ in one.sums)]
         self.shown = [path for path in self.gives if not path.startswith(GRADS)]
         if isinstance(pipeline, Scheduled):
-            pipeline = pipeline.pipeline(mesh["pp"], blocks_of(marked.graph, who))
+            pipeline = pipeline.on(mesh["pp"], blocks_of(marked.graph, who))
         with outside_of_tracing(), mode:
             parts = cut(marked.graph, takes, self.gives, pipeline.stages, who)
         plain = graph_module_of(marked, without_marks(marked.graph))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fmegatron.collectives import World
+from fmegatron.collectives import World, waiting
 from fmegatron.step.pipeline.cut import Parts
 from fmegatron.step.pipeline.table import Action, Message, Table, programs
 
-__all__ = ["Doing", "Held", "at_work", "over_ranks"]
+__all__ = ["Doing", "Held", "over_ranks"]
 
 
 class Held:
@@ -115,9 +114,9 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
             for key in _awaited(item):
                 if key in coming:
                     work, message, value = coming.pop(key)
-                    at_work(Doing(held.rank, peers, item, message), work.wait)
+                    waiting.at_work(Doing(held.rank, peers, item, message), work.wait)
                     held.receive(message, value)
-            at_work(Doing(held.rank, peers, item), held.do, item)
+            waiting.at_work(Doing(held.rank, peers, item), held.do, item)
             continue
         pair = item.source, item.target
         tag = numbers[pair] = numbers.get(pair, -1) + 1
@@ -125,14 +124,14 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
         if item.source == held.rank:
             value = held.sent(item).contiguous()
             sends = [(work, message, x) for work, message, x in sends if not work.is_completed()]
-            work = at_work(doing, dist.isend, value, peers[item.target], group, tag)
+            work = waiting.at_work(doing, dist.isend, value, peers[item.target], group, tag)
             sends.append((work, item, value))
         else:
             value = torch.empty_like(like(item), memory_format=torch.contiguous_format)
-            work = at_work(doing, dist.irecv, value, peers[item.source], group, tag)
+            work = waiting.at_work(doing, dist.irecv, value, peers[item.source], group, tag)
             coming[item.kind, item.reader, item.microbatch] = work, item, value
     for work, message, _ in sends:
-        at_work(Doing(held.rank, peers, None, message), work.wait)
+        waiting.at_work(Doing(held.rank, peers, None, message), work.wait)
     held.end()
 
 
@@ -156,15 +155,6 @@ class Doing(NamedTuple):
         what = f"{message.kind}{message.stage}.{message.microbatch}"
         before = f" before{action}" if action else ""
         return f"{here} waits{before} for what {what} made to {way} rank {self.peers[other]} ({other} of pp)"
-
-
-def at_work(doing: Doing, call: Callable, *args: Any) -> Any:
-    """call(*args), whose errors say what this rank was at. The report of a hang reads `doing` here."""
-    began = time.monotonic()
-    try:
-        return call(*args)
-    except RuntimeError as error:
-        raise RuntimeError(f"{doing}: failed after {time.monotonic() - began:.1f} s: {error}") from error
 
 
 def _awaited(action: Action) -> list[tuple[str, int, int]]:

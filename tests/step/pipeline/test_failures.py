@@ -3,7 +3,6 @@
 import datetime
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from fmegatron import step, tree
-from fmegatron.collectives import World, connect
+from fmegatron.collectives import World, connect, waiting
 from fmegatron.layout import Layout, Mesh
-from fmegatron.loop.faults import hang, notice
+from fmegatron.loop.faults import notice
 from fmegatron.step import Pipelining, pipelined
 from fmegatron.step.pipeline import run, table
 from fmegatron.testing import split
@@ -40,7 +39,7 @@ def lost(rank: int, how: str, folder: str):
 
     def watch():
         while not seen or seen[-1] != WAITS:
-            seen.append(hang._doing_of(main)[2:-1])
+            seen.append(waiting.doing_of(main))
             time.sleep(0.01)
 
     def stops(held, action):
@@ -68,7 +67,6 @@ def lost(rank: int, how: str, folder: str):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="signals")
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_who_waited_for_what(how, tmp_path, forkserver):
     with RankPool(2, timeout_s=120, server=forkserver) as pool:
@@ -94,8 +92,8 @@ def test_what_a_rank_is_at():
     assert str(run.Doing(0, peers, None, sent)) == f"{told} for what F0.3 made to be taken by rank 6 (1 of pp)"
 
     def fails():
-        assert hang._doing_of(threading.get_ident()) == " (pipeline: rank 4 (0 of pp) runs B0.2)"
+        assert waiting.doing_of(threading.get_ident()) == "pipeline: rank 4 (0 of pp) runs B0.2"
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match=r"runs B0.2: failed after 0.0 s: Connection closed by peer"):
-        run.at_work(run.Doing(0, peers, action), fails)
+        waiting.at_work(run.Doing(0, peers, action), fails)
