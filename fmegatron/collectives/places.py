@@ -1,7 +1,7 @@
 """Places: where the axes of a coalesced collective split one of its tensors, and how shards form the full tensor.
 
-Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "-1|@1:8x4x6", "0|~0:10", "-1|4x6|~-1:24|%6"),
-because an op's schema knows no nested lists.
+Written as text into the graph ("1", "0,2", "1|1:24+8+8", "-1|4x6", "-1|@1:8x4x6", "0|~0:10", "-1|4x6|~-1:24|%6",
+"0|^3+4+4+1:0+1+1+0"), because an op's schema knows no nested lists.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Place:
     what is behind the true elements, and a cut puts zeros there, so that padding is in no full tensor. unit: of which
     the rooms of ranges are multiples: those of the block, if there is one, else those of each dim.
 
+    assigned: of a dim that is assigned in pieces (`Split(sizes=, order=)`), which all axes split and no other field is
+    about: sizes of these in the full tensor, and the index of the shard that has each; () for none. Shards have the
+    room of the largest; the others have zeros behind their pieces, which a gather leaves out.
+
     A full tensor is made up of `n` shards, n the product of the `sizes` of the axes, in the order of the joined index:
 
     >>> place = Place((1,), 1, (2, 1))                       # [[q q k | q q k]] over two ranks -> [[q q q q k k]]
@@ -56,6 +60,7 @@ class Place:
     true: tuple[tuple[int, tuple[int, ...]], ...] = ()
     first: int = 0
     unit: int = 1
+    assigned: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def of(layout: Layout, names: Sequence[str]) -> Place:
@@ -73,6 +78,15 @@ class Place:
                 f"{'dim' if cut else 'block'} a multiple of {cut[0] if cut else layout.mesh.extent(layout.flat)}, pad "
                 "it at rest (layout.replace(padded=True)), or do not shard this leaf"
             )
+        if found := [d for d in layout.assigned if set(_big(layout, layout.axes(d))) & set(names)]:
+            axes = _big(layout, layout.axes(found[0]))
+            if tuple(names) != axes or layout.flat:
+                raise ValueError(
+                    f"got {layout}, whose dim {found[0]} is assigned in pieces, and a gather over {'+'.join(names)}, "
+                    f"wanted one over {'+'.join(axes)} alone, ranges before; gather axis after axis"
+                )
+            cut = layout.cuts[found[0]]
+            return Place((found[0],) * len(axes), assigned=(cut.parts, cut.order))
         rank, flat, unit = len(layout.shape), _big(layout, layout.flat), int(layout.padded) or 1
         held = {d: _big(layout, layout.axes(d)) for d in range(rank)} | {FLAT: flat}
         where: dict[str, int] = {}
@@ -120,6 +134,8 @@ class Place:
         if self.block:
             text += "|" + (f"@{self.first}:" if self.first else "") + "x".join(map(str, self.block))
         text += "".join(f"|~{d}:" + "+".join(map(str, sizes)) for d, sizes in self.true)
+        if self.assigned:
+            text += "|^" + ":".join("+".join(map(str, numbers)) for numbers in self.assigned)
         return text + (f"|%{self.unit}" if self.unit > 1 else "")
 
     @staticmethod
@@ -131,6 +147,9 @@ class Place:
             dim, colon, parts = field.partition(":")
             if field.startswith("~"):
                 place = replace(place, true=(*place.true, (int(dim[1:]), tuple(map(int, parts.split("+"))))))
+            elif field.startswith("^"):
+                numbers = [tuple(map(int, part.split("+"))) for part in field[1:].split(":")]
+                place = replace(place, assigned=tuple(numbers))
             elif field.startswith("%"):
                 place = replace(place, unit=int(field[1:]))
             elif field.startswith("@"):
@@ -152,17 +171,37 @@ class Place:
 
     def whole_shape(self, shard: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of the full tensor that shards of this shape make up."""
-        true = dict(self.true)
+        true = self._in_full()
         return tuple(sum(true[d]) if d in true else n * self._ways(d, sizes) for d, n in enumerate(self.block or shard))
 
     def shard_shape(self, whole: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         """Shape of the shards of a full tensor, padding included."""
+        if self.assigned:
+            return tuple(self._room if d == self.dims[0] else n for d, n in enumerate(whole))
         block = self._block(whole, sizes)
         if not self.block:
             return block
         flattened, true = math.prod(block[self.first :]), dict(self.true)
         unit = self._unit(FLAT) if FLAT in true else 1
         return (*block[: self.first], rooms(flattened, (self._ways(FLAT, sizes),), unit)[-1])
+
+    def _in_full(self) -> dict[int, tuple[int, ...]]:
+        """{dim: sizes of its parts in the full tensor}, where they are known."""
+        return dict(self.true) | ({self.dims[0]: self.assigned[0]} if self.assigned else {})
+
+    @property
+    def _shares(self) -> list[list[tuple[int, int]]]:
+        """Of a dim that is assigned, for each shard that holds a piece the (start, size) of its pieces."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(max(self.assigned[1]) + 1)]
+        at = 0
+        for size, holder in zip(*self.assigned, strict=True):
+            found[holder].append((at, size))
+            at += size
+        return found
+
+    @property
+    def _room(self) -> int:
+        return max(sum(size for _, size in share) for share in self._shares)
 
     def _unit(self, dim: int) -> int:
         """Of which the rooms on a dim (or of ranges of the block) are multiples."""
@@ -181,7 +220,7 @@ class Place:
     def require_shard(self, shard: Sequence[int], sizes: Sequence[int], what: str) -> None:
         """ValueError when shards of this shape are none of this place; `what` begins the message."""
         wanted = self.shard_shape(self.whole_shape(shard, sizes), sizes)
-        if self.true and tuple(shard) != wanted:
+        if (self.true or self.assigned) and tuple(shard) != wanted:
             raise ValueError(
                 f"{what}: got shards of shape {tuple(shard)}, wanted {wanted}: the place {self} leaves padding out; "
                 "give the place of the layout that the value has: Place.of(layout, axes)"
@@ -193,7 +232,7 @@ class Place:
         for d in set(self.dims) - {FLAT}:
             if not 0 <= d < len(whole):
                 raise ValueError(f"{what}: got dim {d} {where}, wanted a dim of it")
-            if (true := dict(self.true).get(d)) is not None:
+            if (true := self._in_full().get(d)) is not None:
                 if whole[d] != sum(true):
                     raise ValueError(
                         f"{what}: got dim {d} {where}, wanted {sum(true)} of it, by the place {self}, which knows "
@@ -204,6 +243,13 @@ class Place:
                 raise ValueError(
                     f"{what}: got dim {d} {where}, which is not divisible by {ways}, wanted a multiple of it; {fix}"
                 )
+        if self.assigned:
+            if len(self._shares) > math.prod(sizes):
+                raise ValueError(
+                    f"{what}: got the place {self}, pieces of {len(self._shares)} shards, wanted those of "
+                    f"{math.prod(sizes)}; give the place of a layout on this mesh"
+                )
+            return
         block = self._block(whole, sizes)
         if self.parts and sum(self.parts) != block[self.interleaved]:
             raise ValueError(
@@ -224,6 +270,8 @@ class Place:
 
     def whole(self, pieces: Tensor, sizes: Sequence[int]) -> Tensor:
         """[n, *shard] -> the full tensor; a view where only dim 0 is split and the pieces are contiguous."""
+        if self.assigned:
+            return self._whole_of_pieces(pieces)
         if self.true:
             return self._whole_without_padding(pieces, sizes)
         k = len(sizes)
@@ -244,6 +292,8 @@ class Place:
 
     def pieces(self, whole: Tensor, sizes: Sequence[int]) -> Tensor:
         """The full tensor -> [n, *shard]: row i is the shard of the rank with index i; a view where it can be one."""
+        if self.assigned:
+            return self._assigned_pieces(whole, math.prod(sizes))
         if self.true:
             return self._pieces_with_padding(whole, sizes)
         k = len(sizes)
@@ -276,6 +326,27 @@ class Place:
         dim = self.interleaved
         return torch.cat([f(part) for part in x.split(list(parts), dim + before)], dim + after)
 
+    def _whole_of_pieces(self, pieces: Tensor) -> Tensor:
+        """[n, *shard] -> the full tensor, of a dim that is assigned."""
+        dim, upto, found = self.dims[0], dict[int, int](), []
+        for size, holder in zip(*self.assigned, strict=True):
+            at = upto.get(holder, 0)
+            found.append(pieces[holder].narrow(dim, at, size))
+            upto[holder] = at + size
+        return torch.cat(found, dim)
+
+    def _assigned_pieces(self, whole: Tensor, n: int) -> Tensor:
+        """The full tensor -> [n, *shard], of a dim that is assigned."""
+        dim, room, rows = self.dims[0], self._room, []
+        for share in [*self._shares, *([[]] * (n - len(self._shares)))]:
+            parts = [whole.narrow(dim, at, size) for at, size in share if size]
+            behind = room - sum(size for _, size in share)
+            shape = [behind if d == dim else size for d, size in enumerate(whole.shape)]
+            rows.append(
+                torch.cat([*parts, whole.new_zeros(shape)] if behind else parts or [whole.narrow(dim, 0, 0)], dim)
+            )
+        return torch.stack(rows)
+
     # ---- values with padding: axis after axis, as each of them leaves its own out, or puts it in
 
     def _steps(self, sizes: Sequence[int]) -> list[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
@@ -293,6 +364,10 @@ class Place:
 
     def padding_axes(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
         """Of the names of the axes those along which some shards have padding."""
+        if self.assigned:
+            shares = [sum(size for _, size in share) for share in self._shares]
+            uneven = len(shares) < math.prod(sizes) or len(set(shares)) > 1
+            return tuple(names) if uneven and any(shares) else ()
         found = {
             j for j, _, parts, inside in self._steps(sizes) if any(
                 room * sizes[j] != part for part, room in zip(parts, inside, strict=True))

@@ -51,7 +51,7 @@ def _only_dim(xs: list[Tensor], group: real.Group, places: list[Place]) -> int |
     if len(xs) > 1 or xs[0].dtype.itemsize == 1 or group.world.order(group.axes) is not None:
         return None
     place, dim = places[0], places[0].dims[0]
-    if place.block or place.parts or dim < 0 or set(place.dims) != {dim}:
+    if place.block or place.parts or place.assigned or dim < 0 or set(place.dims) != {dim}:
         return None
     if group.world.device.type == "cuda":
         allow_symmetric_memory(group.name)

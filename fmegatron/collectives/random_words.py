@@ -9,7 +9,7 @@ import math
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives.axes import Axes
+from fmegatron.collectives.axes import Axes, Axis
 from fmegatron.collectives.ops import axis_index, declare
 from fmegatron.layout import Layout, Split, boxes, notation, split
 from fmegatron.tree import arithmetic
@@ -169,12 +169,24 @@ def _of_dim(like: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> torch.T
     """The indices in a dim of this rank's piece of it."""
     size, parts, count = layout.block_shape(layout.shard(0))[dim], layout.parts[dim], math.prod(layout.counts[dim])
     starts = [sum(parts[:i]) for i in range(len(parts))]
+    if layout.cuts[dim].order:
+        axis = axes[layout.axes(dim)]
+        return declare(_of_pieces(like, layout, dim, axis), axis, ("sharded", 0))
     if layout.padded and count > 1:
         ramps = [_padded_ramp(n, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)]
         return torch.cat(ramps) if len(ramps) > 1 else ramps[0]
     if len(parts) == 1 or count == 1:
         return _ramp(size, layout.axes(dim), like, axes)
     return torch.cat([_ramp(n // count, layout.axes(dim), like, axes) + a for a, n in zip(starts, parts, strict=True)])
+
+
+def _of_pieces(like: torch.Tensor, layout: Layout, dim: int, axis: Axis) -> torch.Tensor:
+    """The indices in a dim that is assigned of what this rank holds of it; 0 where it has padding."""
+    cut, rows = layout.cuts[dim], []
+    for i in range(axis.size):
+        held = [s.start + j for s in split.segments(cut, i, True) for j in range(s.length)]
+        rows.append(held + [0] * (cut.length(i, bool(layout.padded)) - len(held)))
+    return torch.tensor(rows, device=like.device).index_select(0, axis_index(axis, like).view(1)).squeeze(0)
 
 
 def _ramp(size: int, names: tuple[str, ...], like: torch.Tensor, axes: Axes) -> torch.Tensor:
@@ -207,6 +219,8 @@ def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> 
     axis = axes[layout.axes(dim)]
     if axis.size == 1:
         return index
+    if layout.cuts[dim].order:
+        return _of_pieces(index, layout, dim, axis).index_select(0, index.flatten()).view_as(index)
     out, start, local = index, 0, 0
     rank = axis_index(axis, index)
     for size in layout.parts[dim]:

@@ -15,9 +15,10 @@ __all__ = ["Move", "reshard_moves"]
 class Move:
     """One collective of a reshard: `op` over the joined `axes`, on `dim` (and `dim2` = the dim that all_to_all splits).
 
-    parts: sizes of the consecutive parts of an interleaved dim (local to the other axes), or None.  true: sizes of the
-    parts of the dim (or range) where it is in full over the axes, if its shards are padded: a gather leaves padding
-    out, a cut puts zeros in. () for no padding.  unit: of which the rooms of padded ranges are multiples.
+    parts: sizes of the consecutive parts of an interleaved dim (local to the other axes), or None.  order: of a dim
+    that is assigned in pieces, the index along the axes that holds each of the parts.  true: sizes of the parts of the
+    dim (or range) where it is in full over the axes, if its shards are padded: a gather leaves padding out, a cut puts
+    zeros in. () for no padding.  unit: of which the rooms of padded ranges are multiples.
     """
 
     op: str
@@ -27,10 +28,12 @@ class Move:
     parts: tuple[int, ...] | None = None
     true: tuple[int, ...] = ()
     unit: int = 1
+    order: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         place = "" if self.dim < 0 else f" dim {self.dim}" + ("" if self.dim2 < 0 else f" -> dim {self.dim2}")
-        how = f"{' interleaved' if self.parts else ''}{' padded' if self.true else ''}"
+        how = " in pieces" if self.order else " interleaved" if self.parts else ""
+        how += f"{' padded' if self.true else ''}"
         return f"{self.op}({'+'.join(self.axes)}{place}{how})"
 
 
@@ -39,13 +42,13 @@ def _big(layout: Layout, names) -> tuple[str, ...]:
 
 
 def _dim_state(layout: Layout, dim: int):
-    """(axes, parts) of one dim, without axes of size 1; parts is None for plain splits."""
+    """(axes, parts, order) of one dim, without axes of size 1; parts: None of plain splits, order: () but of pieces."""
     entry = layout.spec[dim] if dim < len(layout.spec) else None
     axes = _big(layout, layout.axes(dim))
     parts = None
     if isinstance(entry, Split) and axes:
         parts = entry.lengths(layout.shape[dim])
-    return axes, parts
+    return axes, parts, layout.cuts[dim].order if axes else ()
 
 
 def reshard_moves(src: Layout, dst: Layout) -> list[Move]:
@@ -151,11 +154,12 @@ def _move_dims(now, want, pending, layout, padded):
 
     def add(move, names):  # names: the axes on its dim while it is cut
         sizes = move.parts or (layout.shape[move.dim],)
-        moves.append(replace(move, true=_true(sizes, layout, names, move.axes)) if padded else move)
+        padding = padded and not move.order
+        moves.append(replace(move, true=_true(sizes, layout, names, move.axes)) if padding else move)
 
     keep = [_common(a, b) for a, b in zip(now, want, strict=True)]
-    held = [list(axes) for axes, _ in now]
-    todo = [list(axes[k:]) for (axes, _), k in zip(want, keep, strict=True)]
+    held = [list(axes) for axes, *_ in now]
+    todo = [list(axes[k:]) for (axes, *_), k in zip(want, keep, strict=True)]
 
     def surplus(d):
         return held[d][keep[d] :]
@@ -201,7 +205,7 @@ def _move_dims(now, want, pending, layout, padded):
 
 def _common(a, b):
     """How many leading axes two states of a dim share; none when they are interleaved differently."""
-    if a[1] != b[1]:
+    if a[1:] != b[1:]:
         return len(a[0]) if a == b else 0
     if a[1] is not None and a[0] != b[0]:
         return 0
@@ -232,7 +236,7 @@ def _cut(held, todo, keep, settled, in_use, want):
         axes, todo[d] = tuple(todo[d]), []
         held[d] += axes
         keep[d] += len(axes)
-        return Move("shard", axes, d, parts=want[d][1])
+        return Move("shard", axes, d, parts=want[d][1], order=want[d][2])
     return None
 
 
@@ -241,4 +245,4 @@ def _gather(held, keep, surplus, now):
     if now[d][1] is None:
         return Move("all_gather", (held[d].pop(),), d)
     axes, held[d] = tuple(held[d]), []
-    return Move("all_gather", axes, d, parts=now[d][1])
+    return Move("all_gather", axes, d, parts=now[d][1], order=now[d][2])

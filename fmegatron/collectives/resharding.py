@@ -118,6 +118,8 @@ def _together(xs, wires, moves, dst, axes):
 
 
 def _place(move, axis):
+    if move.order:
+        return Place((move.dim,) * len(axis.names), assigned=(move.parts, move.order))
     true = ((move.dim, move.true),) if move.true else ()
     parts = tuple(split.rooms(size, axis.sizes)[-1] for size in (move.true or move.parts if move.parts else ()))
     return Place((move.dim,) * len(axis.names), move.dim if parts else -1, parts, true=true, unit=move.unit)
@@ -130,7 +132,7 @@ def _locally(x: torch.Tensor, move: Move, src: Layout, axes: Axes) -> torch.Tens
     if move.op == "unflatten":
         block, k = src.replace(flat=(), unreduced=()).local_shape(0), src.flat_from
         return _behind(k, x, lambda y, first: y.view(block[k - first :]))
-    if move.true:
+    if move.true or move.order:
         return shard(x, axes[move.axes], _place(move, axes[move.axes]))
     pieces = [x] if move.parts is None else x.split(list(move.parts), move.dim)
     pieces = [shard(piece, axes[move.axes], move.dim) for piece in pieces]
@@ -148,6 +150,13 @@ def _behind(first: int, x: torch.Tensor, view: Callable[[torch.Tensor, int], tor
 def _lent(x: torch.Tensor, move: Move, dst: Layout, axes: Axes) -> torch.Tensor:
     """A gather of which some axes cut again in a later move: `lend` over these, all_gather over the others."""
     again = [name in dst.sharded for name in move.axes]
+    if move.order:
+        if not all(again):
+            raise ValueError(
+                f"reshard to {dst}: got pieces over {'+'.join(move.axes)}, some of which split another dim then, "
+                "wanted all of them or none; reshard it in two steps"
+            )
+        return lend(x, axes[move.axes], _place(move, axes[move.axes]))
     if move.true:
         sizes = axes[move.axes].sizes
         for i in [None] if all(again) else reversed(range(len(sizes))):  # minor first: the same as jointly

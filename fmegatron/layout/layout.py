@@ -68,11 +68,11 @@ class Layout:
     still a pending sum.  flat: axes over which the block that is left after the dims are split is flattened (row-major)
     and cut into ranges; the local tensor is then 1-D.  flat_from: the first dim that is flattened: in a stack [L, ...]
     ranges from dim 1 are ranges of each layer, and the local tensor is [L, range].  padded: where ranks do not divide,
-    every local tensor has the room of the largest, so that all ranks have one shape (but for dims cut by sizes). Behind
-    the true elements of each chunk (of each interleaved part, of a range) then is padding: zeros, which are in no box
-    and no file. False where all divides. A number: ranges, too, where they divide, are multiples of so many elements,
-    so that no edge cuts a block of a state in 8 bits; True where they are without it.  memory: where arrays rest,
-    "device", "host", or "host-update", on the host and updated there: see `step.state_specs`.
+    every local tensor has the room of the largest, so that all ranks have one shape. Behind the true elements of each
+    chunk (of each interleaved part, of a range, of all pieces of a dim cut by sizes) then is padding: zeros, which are
+    in no box and no file. False where all divides. A number: ranges, too, where they divide, are multiples of so many
+    elements, so that no edge cuts a block of a state in 8 bits; True where they are without it.  memory: where arrays
+    rest, "device", "host", or "host-update", on the host and updated there: see `step.state_specs`.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim,
     ranges from a dim that is not there.
@@ -147,7 +147,8 @@ class Layout:
         if self.padded < 0:
             raise ValueError(f"layout {self.shape}: got padded={self.padded}, wanted True, False, or a unit of ranges")
         put(self, "padded", self._unit_of_ranges)
-        put(self, "padded", self.padded if self.padded > 1 else bool(self.padded) and not self._divides_otherwise)
+        even = self._divides_otherwise and all(cut.equal_shares for cut in self.cuts)
+        put(self, "padded", self.padded if self.padded > 1 else bool(self.padded) and not even)
 
     def _canonical(self, value: Entry, size: int) -> Entry:
         """The entry of a dim: assigned pieces with their sizes, or as the plain split that is the same."""
@@ -328,8 +329,8 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have the same local shape, by division or by padding, and no dim is assigned in pieces."""
-        return not self.assigned and self.is_even_otherwise
+        """Whether all ranks have the same local shape, by division or by padding."""
+        return bool(self.padded) or (self._divides_otherwise and all(cut.equal_shares for cut in self.cuts))
 
     @property
     def is_even_otherwise(self) -> bool:
@@ -370,7 +371,7 @@ class Layout:
     def _blocks(self) -> tuple[int, ...]:
         """How many elements are flattened and cut into ranges, if any: one number but for assigned dims."""
         lengths = [
-            sorted(set(cut.shares().values())) if cut.order else [cut.length(0, bool(self.padded))]
+            {cut.length(0, bool(self.padded))} if self.padded or not cut.order else {*cut.shares().values()}
             for cut in self.cuts[self.flat_from :]
         ]
         return tuple(sorted({math.prod(block) for block in itertools.product(*lengths)}))
@@ -387,12 +388,12 @@ class Layout:
         if not self.padded:
             return ()
         cuts = [(self.axes(d), cut.counts, cut.parts, 1) for d, cut in enumerate(self.cuts) if not cut.order]
-        found = set()
+        found = {name for d, cut in enumerate(self.cuts) if not cut.equal_shares for name in self.axes(d)}
         for axes, counts, parts, unit in [*cuts, (self.flat, self.flat_counts, self._blocks, self.padded)]:
             big = [name for name in axes if self.mesh[name] > 1]
             for room in [rooms(n, counts, unit) for n in parts]:
                 found.update(name for i, name in enumerate(big) if room[i] != room[i + 1] * counts[i])
-        return tuple(name for name in self.mesh.names if name in found)
+        return tuple(name for name in self.mesh.names if name in found and self.mesh[name] > 1)
 
     @cached_property
     def nbytes(self) -> int:

@@ -90,14 +90,13 @@ def one_line(layout) -> str:
 
 
 def require_shares(layout, who: str) -> None:
-    """ValueError where a dim is assigned in pieces of sizes or an order of its own: what has one graph for all ranks
-    begins with this, so that the reason is not a shape."""
-    if layout.assigned:
+    """ValueError where a dim is assigned in pieces of which ranks hold more or less, without padding: what has one
+    graph for all ranks begins with this, so that the reason is not a shape."""
+    if layout.assigned and not layout.is_even:
         raise ValueError(
-            f"{who}: got {layout}, whose dim {layout.assigned[0]} is assigned in pieces of sizes or an order of its own"
-            ", wanted an equal share for every rank, as a step has one graph for all (pipelines, with a graph for each "
-            "stage, are not there yet); restore the checkpoint with a layout without sizes and order, or move the array"
-            " to one with layout.plan_reshard"
+            f"{who}: got {layout}, of whose dim {layout.assigned[0]} ranks hold more or less, wanted one shape on all "
+            "ranks, as a step has one graph for all; pad it (layout.replace(padded=True)), restore the checkpoint with "
+            "such a layout, or move the array to one with layout.plan_reshard"
         )
 
 

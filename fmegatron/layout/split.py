@@ -21,8 +21,8 @@ class Split:
     sizes: of the pieces, 0 or more, that sum to the dim: `Split("pp", sizes=(3, 4, 4, 1))` are four stages of so many
     layers.  order: for each piece the rank (its index along the axes) that holds it; a rank has its pieces in the order
     of the dim. A V of eight stages: `Split("pp", order=(0, 1, 2, 3, 3, 2, 1, 0))`; a loop: `order=(0, 1, 2, 3) * 2`.
-    Without sizes all pieces are equal, without an order each rank holds one. Shapes then differ from rank to rank:
-    layouts, plans of reshards and checkpoints know it, a step refuses it.
+    Without sizes all pieces are equal, without an order each rank holds one. Where ranks hold more or less, shapes
+    differ from rank to rank; a step, which has one graph for all, wants them padded (`Layout.padded`).
 
     Raises ValueError for parts beside sizes or an order, and for an order of more or fewer pieces than sizes.
     """
@@ -130,10 +130,17 @@ class Cut(NamedTuple):
             found[holder] += part
         return found
 
+    @property
+    def equal_shares(self) -> bool:
+        """Whether all ranks hold as much of a dim that is assigned; True of another one."""
+        shares = self.shares()
+        return not self.order or len({shares.get(i, 0) for i in range(math.prod(self.counts))}) == 1
+
     def length(self, index: int, padded: bool) -> int:
         """What a rank has room for, padding included."""
         if self.order:
-            return sum(part for part, holder in zip(self.parts, self.order, strict=True) if holder == index)
+            shares = self.shares()
+            return max(shares.values()) if padded else shares.get(index, 0)
         if padded:
             return sum(rooms(part, self.counts)[-1] for part in self.parts)
         found = segments(self, index, False)

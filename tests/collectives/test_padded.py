@@ -20,7 +20,7 @@ from tests.layout.strategies import layouts
 
 
 @settings(max_examples=200, deadline=None)
-@given(layouts(padded=True, assigned=False), st.data())
+@given(layouts(padded=True), st.data())
 def test_places_leave_padding_out_and_put_zeros_in(layout, data):
     held = [name for name in layout.mesh.names if name in layout.sharded]
     assume(held and layout.shape)  # DataParallel flattens no scalar
@@ -60,6 +60,14 @@ PADDED = {
     "columns": Layout((6, 10), torch.float64, MESH, (None, "a"), padded=True),
     "interleaved": Layout((6, 13), torch.float64, MESH, (None, Split("a", (8, 5))), padded=True),
     "interleaved and another": Layout((5, 13), torch.float64, MESH, ("b", Split("a", (8, 5))), padded=True),
+    "pieces": Layout((9, 4), torch.float64, MESH, (Split("a", sizes=(2, 4, 3)), "b"), padded=True),
+    "pieces in an order": Layout((6, 4), torch.float64, MESH, (Split("a", order=(0, 1, 2, 2, 1, 0)),)),
+    "pieces, none on a rank": Layout(
+        (5, 4), torch.float64, MESH, (Split("a", sizes=(2, 0, 3), order=(2, 1, 0)),), padded=True
+    ),
+    "pieces over two axes": Layout(
+        (5, 4), torch.float64, MESH, (Split(("a", "b"), sizes=(1, 0, 2, 2), order=(4, 1, 0, 4)),), padded=True
+    ),
     "range": Layout((5, 7), torch.float64, MESH, flat=("a",), padded=True),
     "range of a shard": Layout((4, 7), torch.float64, MESH, ("b",), flat=("a",), padded=True),
     "range of ranges": Layout((5, 7), torch.float64, MESH, flat=("a", "b"), padded=True),
@@ -114,12 +122,8 @@ def pairs(layout_of):
     def draw_pair(draw):
         mesh = draw(st.sampled_from([Mesh(dp=2, fsdp=3), Mesh(fsdp=5), Mesh(fsdp=2, tp=3), Mesh(dp=2, fsdp=2, tp=2)]))
         shape = draw(st.sampled_from([(7, 4), (5, 3, 2), (9,), (4, 11)]))
-        source = draw(
-            layout_of(shape=shape, mesh=mesh, unreduced=True, dtype=torch.float64, padded=True, assigned=False)
-        )
-        target = draw(
-            layout_of(shape=shape, mesh=mesh, unreduced=True, dtype=torch.float64, padded=True, assigned=False)
-        )
+        source = draw(layout_of(shape=shape, mesh=mesh, unreduced=True, dtype=torch.float64, padded=True))
+        target = draw(layout_of(shape=shape, mesh=mesh, unreduced=True, dtype=torch.float64, padded=True))
         return source, target.replace(unreduced=tuple(n for n in target.unreduced if n in source.unreduced))
 
     return draw_pair()

@@ -24,22 +24,21 @@ def true(local, layout, rank):
 @settings(max_examples=150, deadline=None)
 @given(layouts(padded=True, unreduced=True))
 def test_true_elements_are_held_once_and_all_rooms_are_one(layout):
-    x, rooms = numbered(layout.shape), {}
+    x, rooms = numbered(layout.shape), set()
     held = torch.zeros(layout.shape, dtype=torch.int64)
     for rank, local in enumerate(cut(x, layout)):
-        rooms.setdefault(tuple(layout.shard(rank)[dim] for dim in layout.assigned), set()).add(local.shape)
+        rooms.add(local.shape)
         for box in layout.boxes(rank):
             held[box.slices] += 1
         assert (local > 0).sum() == sum(box.size for box in layout.boxes(rank))
     assert (held == layout.replicas * layout.mesh.extent(layout.unreduced)).all()
-    assert all(len(shapes_of_ranks) == 1 for shapes_of_ranks in rooms.values())
-    assert layout.is_even_otherwise and layout.is_even == (not layout.assigned)
+    assert len(rooms) == 1 and layout.is_even_otherwise and layout.is_even
     assert bool(layout.padded) == bool(layout.padding_axes)
     if layout.padded > 1:  # only where it makes other ranges
         assert layout.local_shape(0)[-1] % layout.padded == 0
         assert layout.flat_counts and layout != layout.replace(padded=True)
     else:
-        assert bool(layout.padded) == (not layout.replace(padded=False).is_even_otherwise)
+        assert bool(layout.padded) == (not layout.replace(padded=False).is_even)
     assert layout.nbytes == math.prod(layout.shape) * 4
     check_cover(layout)
     alone = layout.replace(padded=False)

@@ -38,7 +38,10 @@ from fmegatron.step.checker.dims import (
     joined,
     order_of,
     over,
+    pieces_of,
     plain,
+    said,
+    same_pieces,
     size_of,
     stripped,
 )
@@ -225,6 +228,9 @@ def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: place
     for dim in range(len(x.dims)):
         names = axes_on(axes, place, dim)
         if names:
+            if place.assigned:
+                x = _in_pieces(scope, node, x, dim, names, place)
+                continue
             parts = place.parts if dim == place.interleaved else ()
             rooms = _rooms(scope, names, true.get(dim), 1 if place.block else place.unit)
             x = _dim_cut(scope, node, x, dim, names, parts, rooms)
@@ -236,6 +242,18 @@ def _cut(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: place
     flat = axes_on(axes, place, places.FLAT)
     rooms = _rooms(scope, flat, true.get(places.FLAT), place.unit)
     return _dim_cut(scope, node, x, first, flat, (), rooms, ranges=True) if flat else x
+
+
+def _in_pieces(
+    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], place: places.Place
+) -> Value:  # fmt: skip
+    """What each rank keeps of a dim that is assigned in pieces."""
+    before, dims = x.dims[dim], list(x.dims)
+    why = f"{op_name(node)} into pieces of a dim that is sharded otherwise, or to be reduced"
+    marks: dict[str, Mark | None] = {fold.axis: scope.unknown(node, why) for fold in folds_of(before)}
+    marks |= {axis: scope.unknown(node, why) for axis in sorted(over(before))}
+    dims[dim] = (Atom(place.shard_shape(tuple(map(size_of, dims)), ())[dim], axes, pieces_of(*place.assigned)),)
+    return replace(x.with_dims(dims), constant=x.constant if x.constant == 0 else None).marked(marks)
 
 
 def _rooms(scope: Scope, axes: tuple[str, ...], true: tuple[int, ...] | None, unit: int) -> list[int] | None:
@@ -285,7 +303,12 @@ def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: 
         names, here = axes_on(axes, place, dim), dim == place.interleaved
         if names:
             parts = place.parts if here else ()
-            x = _dim_gathered(scope, node, x, dim, names, parts, here and not parts, f"dim {dim}")
+            if place.assigned:
+                sizes, order = place.assigned
+                x = _dim_gathered(scope, node, x, dim, names, pieces_of(sizes, order), False, f"dim {dim}")
+                x = _without_padding(x, dim, sum(sizes), (), sizes)
+                continue
+            x = _dim_gathered(scope, node, x, dim, names, starts_of(parts), here and not parts, f"dim {dim}")
             sizes = true.get(dim, ())
             x = _without_padding(x, dim, sum(sizes), sizes, true.get(dim))
     return x
@@ -309,11 +332,11 @@ def _without_padding(x: Value, dim: int, size: int, parts: tuple[int, ...], true
 
 
 def _dim_gathered(
-    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], parts: tuple[int, ...] | None, loose: bool,
+    scope: Scope, node: Node, x: Value, dim: int, axes: tuple[str, ...], starts: frozenset[int] | None, loose: bool,
     what: str,
 ) -> Value:  # fmt: skip
-    """parts: sizes in the shard, () for none, None where that does not matter. loose: whatever the ranks have is put
-    side by side."""
+    """starts: where parts begin in the shard (`Atom.cuts`); None where that does not matter. loose: whatever the ranks
+    have is put side by side."""
     if not axes:
         return x
     atoms, n = interleaved(x.dims[dim]), scope.mesh.extent(axes)
@@ -353,10 +376,10 @@ def _dim_gathered(
         wrong = Wrong(node, f"all_gather over {'+'.join(axes)} of {what}, sharded over {'+'.join(own)}",
                    "gather the minor axes first, or all in their order")  # fmt: skip
         marks = dict.fromkeys(axes, wrong)
-    starts = starts_of(parts or ())
-    if known and not loose and parts is not None and (not starts <= first.cuts or (first.cuts and not starts)):
-        wrong = Wrong(node, f"all_gather of {what} in parts that begin at {sorted(starts) or 0}, those of the "
-                   f"value begin at {sorted(first.cuts) or 0}", "give the parts that the layout has")  # fmt: skip
+    fits = starts is None or (starts <= first.cuts and (starts or not first.cuts) and same_pieces(starts, first.cuts))
+    if known and not loose and not fits:
+        wrong = Wrong(node, f"all_gather of {what} in parts that begin at {said(starts or frozenset())}, those of the "
+                   f"value begin at {said(first.cuts)}", "give the parts that the layout has")  # fmt: skip
         marks = dict.fromkeys(axes, wrong)
     if terms:
         after: Dim = (*beside(scope.mesh, axes, terms), *stripped(atoms, axes))

@@ -38,7 +38,8 @@ class Fold(NamedTuple):
 class Atom(NamedTuple):
     """A factor of a dim: local size, and the axes that shard it (major first), () for none, or UNIFORM.
 
-    cuts: where interleaved parts of a sharded atom begin, in local elements (fused QKV, gate and up).  inner: the atoms
+    cuts: where interleaved parts of a sharded atom begin, in local elements (fused QKV, gate and up); of one that is
+    assigned in pieces (stages of a pipeline) a negative number that stands for them (`pieces_of`).  inner: the atoms
     of what is left when a flattened dim is gathered over `axes`; () for a plain one.  runs: the dims that are one after
     another in it, where they differ (a buffer of several flattened arrays); () for a plain one.  counted: positions
     that the step counted itself from 0 (arange): of a full dim, or of this rank's part of one.  fold: see `Fold`.
@@ -67,6 +68,27 @@ class Atom(NamedTuple):
 
 
 Dim = tuple[Atom, ...]
+
+
+def pieces_of(sizes: Sequence[int], order: Sequence[int]) -> frozenset[int]:
+    """What `Atom.cuts` are of a dim that is assigned in pieces: one negative number for each such sizes and order.
+
+    It goes through views as other cuts do. Of two that meet both are kept, so that such a value fits neither place.
+    """
+    text = "+".join(map(str, sizes)) + "|" + "+".join(map(str, order))
+    return frozenset((-int.from_bytes(text.encode()),))
+
+
+def same_pieces(one: frozenset[int], other: frozenset[int]) -> bool:
+    """Whether two atoms with these cuts are assigned in the same pieces, or in none."""
+    return {cut for cut in one if cut < 0} == {cut for cut in other if cut < 0}
+
+
+def said(cuts: frozenset[int]) -> str:
+    """Cuts in words: where parts begin, or that there are pieces of sizes and an order of their own."""
+    return (
+        f"{sorted(cut for cut in cuts if cut > 0) or 0}{' in pieces of their own' if min(cuts, default=0) < 0 else ''}"
+    )
 
 
 class Meeting(NamedTuple):
@@ -162,7 +184,8 @@ def joined(dim: Dim) -> Dim:
     for atom in dim:
         last = out[-1] if out else None
         if last and last.size == 1 and last.axes and last.plain and atom.axes is not UNIFORM and atom.plain:
-            out[-1] = atom._replace(axes=(*last.axes, *(atom.axes or ())), counted=False)
+            cuts = atom.cuts.union(cut * atom.size for cut in last.cuts)  # of one element: pieces alone
+            out[-1] = atom._replace(axes=(*last.axes, *(atom.axes or ())), counted=False, cuts=cuts)
         else:
             out.append(atom)
     return tuple(out)

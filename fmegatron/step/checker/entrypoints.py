@@ -20,7 +20,7 @@ from fmegatron.collectives import kinds
 from fmegatron.layout import Layout, Mesh, dtypes, notation
 from fmegatron.step.batch_rows import require_rows
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Scope, Unproven
-from fmegatron.step.checker.dims import folds_of, interleaved, order_of
+from fmegatron.step.checker.dims import folds_of, interleaved, order_of, said, same_pieces
 from fmegatron.step.checker.interpret import interpreted
 from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.memories import mixed
@@ -348,8 +348,8 @@ def _placement(scope: Scope, value: Value, wanted: Value, axis: str, node: Node,
         and len(got) == len(want) == 1
         and got[0].plain
         and want[0].plain
-        and got[0].cuts - want[0].cuts
+        and (got[0].cuts - want[0].cuts or not same_pieces(got[0].cuts, want[0].cuts))
     ):
-        parts = f"in parts that begin at {sorted(got[0].cuts)}, its layout says {sorted(want[0].cuts) or 0}"
+        parts = f"in parts that begin at {said(got[0].cuts)}, its layout says {said(want[0].cuts)}"
         return scope.unknown(node, f"the output {path} is sharded on dim {d} {parts}")
     return None

@@ -237,7 +237,7 @@ def _of_collective(scope: Scope, node: Node, found: Any) -> Any:
     assert collective is not None, "`after` has found one"
     own = collective.each(node.args[3:], len(xs))
     places = [next((p for p in mine if isinstance(p, Place)), None) for mine in own]
-    if not any(x.pads for x in xs) and not any(place and place.true for place in places):
+    if not any(x.pads for x in xs) and not any(place and (place.true or place.assigned) for place in places):
         return found
     sizes = tuple(scope.mesh[axis] for axis in axes)
     out = []

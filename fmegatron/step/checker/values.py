@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from fmegatron.layout import Layout, split
-from fmegatron.step.checker.dims import UNIFORM, Atom, Dim, canonical, cut, over, plain, stripped
+from fmegatron.step.checker.dims import UNIFORM, Atom, Dim, canonical, cut, over, pieces_of, plain, stripped
 from fmegatron.step.torch_private import outside_of_tracing
 
 NOTHING: Mapping = MappingProxyType({})
@@ -361,9 +361,9 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
     flat = tuple(a for a in layout.flat if layout.mesh[a] > 1)
     block = layout.replace(flat=(), unreduced=()).local_shape(0)
     dims = []
-    for n, axes, parts in zip(block, big, layout.parts, strict=True):
-        cuts, at = set(), 0
-        for part in parts[:-1] if axes else ():
+    for n, axes, (parts, _, order) in zip(block, big, layout.cuts, strict=True):
+        cuts, at = set(pieces_of(parts, order) if order else ()), 0
+        for part in parts[:-1] if axes and not order else ():
             at += split.rooms(part, [layout.mesh[a] for a in axes])[-1]
             cuts.add(at)
         dims.append(canonical((Atom(n, axes, frozenset(cuts)),)))
