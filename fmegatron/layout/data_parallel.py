@@ -235,6 +235,15 @@ class DataParallel:
         return [name for name in layout.mesh.axes(axes) if name not in layout.sharded]
 
 
+def shared_over(layout: Layout, axis: str, whole: tuple[int, ...] = ()) -> Layout:
+    """The layout at rest of a parameter that the ranks of one more axis share: split over it as the minor axis of a dim
+    that divides, else where least padding is, or in ranges. whole: dims that stay whole. The same where it is of size 1.
+    """
+    dims = [d for d in range(len(layout.shape)) if d not in whole and _plain(layout, d)]
+    behind = whole == tuple(range(len(whole))) and len(whole) < len(layout.shape)
+    return _split_over(layout, [axis], sorted(dims, key=lambda d: -layout.shape[d]), len(whole) if behind else None, 1)
+
+
 def _contiguous_first(layout: Layout) -> list[int]:
     """Dims in the order in which they are split for gradients and state: a reduce-scatter of dim 0 copies nothing, and
     leaves matrices of a stack unsplit, for optimizers that look at matrices."""

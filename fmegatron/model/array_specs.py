@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from fmegatron import tree
+from fmegatron import step, tree
 from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split, data_parallel
 from fmegatron.model.arrays import Array
 from fmegatron.model.decoder import Decoder
@@ -41,7 +42,11 @@ def rules(decoder: Decoder) -> Rules:
 
 
 def specs(
-    decoder: Decoder, mesh: Mesh, rules_of_own: Rules | None = None, strategy: DataParallel | None = None
+    decoder: Decoder,
+    mesh: Mesh,
+    rules_of_own: Rules | None = None,
+    strategy: DataParallel | None = None,
+    pipeline: step.Pipeline | None = None,
 ) -> dict:
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
 
@@ -53,10 +58,15 @@ def specs(
     rules_of_own: the axes of each leaf; None: `rules(decoder)`. dp, fsdp and tp count as size 1 where the mesh lacks
     them. Dims that hold several matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names
     the axis.
-    Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix, and when an axis
-    of the mesh would do nothing.
+
+    pipeline: on a mesh with pp, whose stages hold the blocks: a rank's part of a stack are the layers of its stages, in
+    their order, padded where other ranks have more. None: a stage a rank, of equally many blocks. Embedding, norm, head
+    and blocks that predict further tokens are shared by all ranks of pp at rest: a step brings them to their stages.
+    Raises ValueError when a size does not divide by the axes that split it, naming leaf, size and fix, when an axis of
+    the mesh would do nothing, and for a pipeline of other blocks or ranks.
     """
     decoder.check_mesh(mesh)
+    stage_of = _stages(decoder, mesh, pipeline)
     table = rules(decoder) if rules_of_own is None else rules_of_own
     meant = _meant(strategy)
     along = data_parallel.SEQUENCE_AXES if strategy is None else strategy.sequence
@@ -72,11 +82,13 @@ def specs(
         layout = Layout(array.shape, dtype, mesh, spec)
         found = decoder.stacks.get(path.partition("/")[0])
         stack = () if found is None else (0,)
-        if found is not None and mesh["pp"] > 1 and max(found.depths) < decoder.layers:  # those of a rank's stages
-            layout = layout.replace(spec=("pp", *layout.spec[1:]))
+        trunk = found is not None and max(found.depths) < decoder.layers
+        if trunk and mesh["pp"] > 1:  # those of a rank's stages
+            layout = layout.replace(spec=(_by_stages(found.depths, stage_of), *layout.spec[1:]), padded=True)
         # the layer dim of a stack stays whole: a layer is gathered when it runs
         whole = tuple(range(len(array.shape))) if array.full and strategy is not None else stack
         layout = at_rest(path, layout, array.kept, strategy, whole)
+        layout = layout if trunk else data_parallel.shared_over(layout, "pp", whole)
         init = array.init
         if array.residual and isinstance(init, Normal):  # GPT-2's scaling of what is added to the stream
             init = Normal(init.std / math.sqrt(residual))
@@ -85,6 +97,33 @@ def specs(
     out = structure.map_with_path(spec_of, of_all)
     _check_every_axis_works(out, mesh, known)
     return out
+
+
+def _stages(decoder: Decoder, mesh: Mesh, pipeline: step.Pipeline | None) -> tuple[list[int], tuple[int, ...]]:
+    """(the stage of each block of the trunk, the rank of each stage)."""
+    ranks, blocks = mesh["pp"], decoder.layers
+    if ranks == 1:
+        return [0] * blocks, (0,)
+    if pipeline is None:
+        if blocks % ranks:
+            raise ValueError(
+                f"mesh {mesh}: got {blocks} blocks, which pp of {ranks} does not divide, wanted a pipeline, which says "
+                "how many each stage holds; give specs(..., pipeline=), or another mesh"
+            )
+        return [n * ranks // blocks for n in range(blocks)], tuple(range(ranks))
+    if sum(pipeline.stages) != blocks or pipeline.table.ranks != ranks:
+        raise ValueError(
+            f"mesh {mesh}: got a pipeline of {sum(pipeline.stages)} blocks on {pipeline.table.ranks} ranks, wanted one of "
+            f"{blocks} blocks, those of the model, on {ranks}, the size of pp; make it for this model and mesh"
+        )
+    return [stage for stage, size in enumerate(pipeline.stages) for _ in range(size)], tuple(pipeline.table.place)
+
+
+def _by_stages(depths: Sequence[int], stages: tuple[list[int], tuple[int, ...]]) -> Split:
+    """How the layers of a stack are split over pp, which are the blocks of these numbers."""
+    of_block, place = stages
+    found = [of_block[depth] for depth in depths]
+    return Split("pp", sizes=tuple(found.count(stage) for stage in range(len(place))), order=place)
 
 
 def at_rest(
@@ -152,10 +191,14 @@ def _check_every_axis_works(specs: dict, mesh: Mesh, known: tuple[str, ...]) -> 
 
 
 def layouts(
-    decoder: Decoder, mesh: Mesh, rules_of_own: Rules | None = None, strategy: DataParallel | None = None
+    decoder: Decoder,
+    mesh: Mesh,
+    rules_of_own: Rules | None = None,
+    strategy: DataParallel | None = None,
+    pipeline: step.Pipeline | None = None,
 ) -> dict:
     """The tree of Layouts of the model on `mesh` (see `specs`)."""
-    return tree.layouts(specs(decoder, mesh, rules_of_own, strategy))
+    return tree.layouts(specs(decoder, mesh, rules_of_own, strategy, pipeline))
 
 
 def init(decoder: Decoder, mesh: Mesh, key: int, rank: int = 0, rules_of_own: Rules | None = None) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -54,15 +54,16 @@ def build(
     Raises ValueError, naming what does not fit the mesh. Warns of what depends on the number of microbatches.
     """
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
+    pipeline = None
     if mesh["pp"] > 1:
         parts = step.Pipelining().of(microbatches) if isinstance(microbatches, int) else microbatches
-        microbatches = parts.on(mesh["pp"], decoder.layers)
-    found = specs(decoder, mesh, strategy=strategy)
+        microbatches = pipeline = parts.on(mesh["pp"], decoder.layers)
+    found = specs(decoder, mesh, strategy=strategy, pipeline=pipeline)
     axes = Axes(mesh, data=strategy.tokens)
 
     plain = functools.partial(loss, decoder=decoder, axes=axes, save=save)
 
-    def of_samples(params: dict, batch: dict, numbers: torch.Tensor) -> tuple[dict[str, step.Part], dict]:
+    def of_samples(params: dict, batch: dict, numbers: torch.Tensor | None = None) -> tuple[dict[str, step.Part], dict]:
         return plain(params, batch, samples=numbers)
 
     def held_out(state: step.State, rows: dict) -> dict:
@@ -77,14 +78,21 @@ def build(
         samples=samples,
         precision=decoder.precision,
         post_update=functools.partial(post_update, decoder=decoder),
-        evaluate=held_out,
+        evaluate=held_out if pipeline is None else None,  # else by stages
         twice=twice,
         shards=True,
         memory=memory,
     )
     if described.microbatches > 1:
         _say_what_couples(decoder, described.microbatches)
-    return dataclasses.replace(described, decoder=decoder, save=save)
+    evaluate = described.evaluate if pipeline is None else functools.partial(_of_tokens, described.evaluate)
+    return dataclasses.replace(described, decoder=decoder, save=save, evaluate=evaluate)
+
+
+def _of_tokens(evaluate: Callable, state: step.State, rows: dict) -> dict:
+    """Of the means of all parts of the loss, that of the tokens alone."""
+    means = evaluate(state, rows)
+    return {"loss": means["lm"], "loss/count": means["lm/count"]}
 
 
 def _say_what_couples(decoder: Decoder, microbatches: int) -> None:

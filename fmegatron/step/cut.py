@@ -85,7 +85,7 @@ class OneNode:
         return [self.traced.out_paths[i].removeprefix("sums/") for i in self.places[_SUMS]]
 
     def result(self, tensors: Sequence) -> Gradient:
-        """What the node gives, as the gradient that it is."""
+        """What the node gives, as the gradient that it is; None stands for what is not computed."""
         return self._result(_REST, tensors)
 
     def _result(self, kind: int, tensors: Sequence) -> Gradient:
@@ -93,7 +93,7 @@ class OneNode:
         filled: list[Any] = [None] * len(self.traced.out_paths)
         for i, x in zip(self.places[kind], tensors, strict=True):
             label = self.traced.out_labels[i]
-            filled[i] = x if label is None else labels.labelled(x, label.layout)
+            filled[i] = x if label is None or x is None else labels.labelled(x, label.layout)
         return self.traced.result(filled)
 
 

@@ -13,6 +13,7 @@ from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.description import Description
 from fmegatron.step.parts import means, parts_of
 from fmegatron.step.pipeline.options import Pipeline, Pipelining, by_stages
+from fmegatron.step.pipeline.pipeline import evaluated
 from fmegatron.step.state import state_specs
 from fmegatron.step.train_step import build_train_step
 from fmegatron.step.whole import of_whole
@@ -94,7 +95,14 @@ def build(
         shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)
         return by.batch_layout(tuple(shape), dtype, mesh, count)
 
+    by_forwards = None if pipeline is None else evaluated(loss_fn, pipeline, axes)
+
     def held_out(state: Any, rows: Any) -> dict:
+        if by_forwards is not None:
+            loss, metrics, whole = by_forwards(state.params, rows)
+            if whole:
+                return {name: x for name, x in metrics.items() if f"{name.removesuffix('/count')}/count" in metrics}
+            return {"loss": metrics["loss"] if "loss" in metrics else psum(loss.detach(), axes[axes.data])}
         found = loss_fn(state.params, rows)
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         if (parts := parts_of(loss_fn, loss)) is not None:

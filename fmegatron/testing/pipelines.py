@@ -34,8 +34,14 @@ def simulated(plan: entry.Plan, columns: list[list], mesh: Mesh, interpret: Call
         return [[out[rank] for rank in first] for out in outs]
 
     with torch.no_grad():
+        given, first_entry = [columns[plan.takes.index(f"0/{path}")] for path in plan.brought], plan.first()
+        whole: list[list] = []
+        if first_entry is not None:
+            whole, _ = interpret(opaque.inline_layers(first_entry.graph_module.graph), mesh, given)
         ranks = [
-            entry.RankOfPipeline(plan, i, [[column[rank] for rank in of_stage[i]] for column in columns], run, _each)
+            entry.RankOfPipeline(
+                plan, i, *([[column[q] for q in of_stage[i]] for column in of] for of in (columns, whole)), run, _each
+            )
             for i in range(size)
         ]
         waiting: dict[tuple[str, int, int], list[table.Message]] = {}

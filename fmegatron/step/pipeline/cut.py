@@ -35,7 +35,7 @@ from fmegatron.step.pipeline.parts import (
 )
 from fmegatron.step.torch_private import extract_subgraph
 
-__all__ = ["Part", "Parts", "blocks_of", "cut", "without_marks"]
+__all__ = ["Part", "Parts", "blocks_of", "cut", "with_outputs", "without_marks"]
 
 GRADS = "grads/"  # how paths of gradients begin
 
@@ -81,15 +81,24 @@ def without_marks(graph: fx.Graph) -> fx.Graph:
     return found
 
 
+def with_outputs(graph: fx.Graph, which: Sequence[int]) -> fx.Graph:
+    """A copy that gives some of the outputs alone."""
+    found = _copy(graph)
+    outs: Any = found.output_node().args[0]
+    found.output_node().args = ([outs[i] for i in which],)
+    found.eliminate_dead_code()
+    return found
+
+
 def cut(graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], stages: Sequence[int], who: str) -> Parts:
     """The parts of stages of so many blocks.
 
-    graph: the gradient of one microbatch, with marks, without ops in place. takes, gives: the paths of what it takes
-    and returns. who: of whom errors tell. Raises ValueError, naming lines and stages, for marks that are missing or
+    graph: the gradient of one microbatch, with marks, without ops in place; or its loss alone, whose parts B and W give
+    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. Raises ValueError, naming lines and stages, for marks that are missing or
     there twice, a value that skips a stage, and a backward that reads what mixes stages.
     """
     graph, begins = _copy(graph), tuple(running((0, *stages[:-1])))
-    _require_marks(graph, begins, sum(stages), who)
+    _require_marks(graph, begins, sum(stages), any(map(_is_gradient, gives)), who)
     _erase_marks(graph, lambda n: n not in begins)
     inputs, outs = layers_apart(graph, takes, gives, GRADS)
     seeds_as_constants(graph)
@@ -192,7 +201,10 @@ class _Cut:
                 (self._leaves(s).name, self.into[s + 1].name) if s + 1 < self.stages else None
                 for s in range(self.stages)
             ),
-            tuple((self._goal(s)[0].name, node_of(self.back[s]).name) if s else None for s in range(self.stages)),
+            tuple(
+                (goal[0].name, node_of(self.back[s]).name) if (goal := self._goal(s)) and s else None
+                for s in range(self.stages)
+            ),
             tuple(tuple(n.name for n in found) for found in sides),
             self._part(list(shown.values()), set(met), list(shown)),
         )
@@ -224,7 +236,7 @@ class _Cut:
     def _of_stage(self, s: int, grads: dict[str, fx.Node], sides: list[fx.Node]) -> dict[tuple[str, int], Part]:
         last = s + 1 == self.stages
         own = {self.into[s]} if s else set()
-        given = set() if last else {self.back[s + 1]}
+        given = set() if last or self.back[s + 1] is None else {self.back[s + 1]}
         goal = self._goal(s)
         b_nodes, b_met = reach(goal, lambda n: n in given or self._saved(n))
         b_nodes |= {n for n in self.graph.nodes if n.target is operator.getitem and n.args[0] in b_nodes}
@@ -315,8 +327,8 @@ def _marks(graph: fx.Graph, who: str) -> dict[int, list[fx.Node]]:
     return found
 
 
-def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, who: str) -> None:
-    """ValueError unless each of so many blocks has its mark."""
+def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, gradient: bool, who: str) -> None:
+    """ValueError unless each of so many blocks has its mark. gradient: and one in the backward."""
     found = _marks(graph, who)
     count = max(found) + 1
     missing = [n for n in range(count) if n not in found]
@@ -344,7 +356,7 @@ def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, who: str
             "wanted as many blocks as there are; say how many each stage has"
         )
     for n in begins[1:]:
-        if len(found[n]) < 2:
+        if gradient and len(found[n]) < 2:
             raise ValueError(
                 f"{who}: step.stage(x, {n}) ({_line(found[n][0])}): got a value without a gradient, wanted one that "
                 "the loss depends on; look for .detach() behind it"

@@ -2,20 +2,22 @@
 
 The graph of the entry is that of the step without stages: stacks are gathered over pp, the gradients of all
 microbatches are computed one after the other, and each rank keeps those of what it holds. It is what a check reads.
-What runs is the table: each rank the parts of its stages. At the end all ranks of pp sum the terms of leaves that all
-of them hold, and what metrics are made of.
+What runs is the table: each rank the parts of its stages. Leaves that pp splits otherwise than by layers (the ends:
+embedding, norm, head) are brought together before, and let go where no stage reads them; behind, the terms of their
+gradients are reduced to where they rest. At the end all ranks of pp sum the terms of leaves that all of them hold, and
+what metrics are made of, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fmegatron.collectives import Axes, World, ops
-from fmegatron.layout import Layout
+from fmegatron.collectives import Axes, World, ops, resharding
+from fmegatron.layout import Layout, Split
 from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.opaque import Entry, Replay
 from fmegatron.step.operators import defined, free_name
@@ -24,6 +26,7 @@ from fmegatron.step.pipeline.cut import GRADS, Parts
 from fmegatron.step.pipeline.parts import layer_of
 from fmegatron.step.pipeline.run import Held, over_ranks
 from fmegatron.step.pipeline.table import Message, Table
+from fmegatron.step.reduce import raw_gradient_layout
 from fmegatron.step.torch_private import graph_module_of, outside_of_tracing
 from fmegatron.step.tracing import make_fakes, trace
 
@@ -36,22 +39,33 @@ class Plan:
 
     takes: the paths of the node's inputs: "0/..." parameters, "1/..." the batch, others as they are. grads: the paths
     of the gradients that it gives behind the metrics of each microbatch, one for each parameter, in order. layouts: of
-    the parameters. dtypes: of the sums of gradients. root: the module whose constants the graphs read. fakes: of the
-    inputs.
+    the parameters. inner: the same without pp. dtypes: of the sums of gradients. data: the axes over which gradients
+    are pending sums. gradients: whether there are any; else forwards alone. root: the module whose constants the graphs read. fakes: of the inputs.
     """
 
     table: Table
     parts: Parts
     takes: list[str]
     layouts: dict[str, Layout]
+    inner: dict[str, Layout]
     dtypes: dict[str, torch.dtype]
     axes: Axes
+    data: tuple[str, ...]
+    gradients: bool
     root: Any
     fakes: list
     fake_mode: Any
     name: str
     _entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
+    _first: Entry | None = None
     _last: Entry | None = None
+
+    def __post_init__(self):
+        named = [name for part in self.parts.of.values() for name in (*part.takes, *part.gives)]
+        self.stacks = {path for path, layer in map(_layer, named) if layer is not None and self._pp_on_layers(path)}
+
+    def _pp_on_layers(self, path: str) -> bool:
+        return "pp" in self.layouts[path].axes(0)
 
     def entry(self, kind: str, stage: int) -> Entry:
         """What computes a part: made once."""
@@ -62,8 +76,8 @@ class Plan:
         return self._entries[kind, stage]
 
     def splits(self, path: str) -> bool:
-        """Whether pp splits the layers of a parameter, so that a rank holds some of them."""
-        return "pp" in self.layouts[path].axes(0)
+        """Whether pp splits the layers of a parameter, so that a rank computes those that it holds."""
+        return path in self.stacks
 
     def blocks(self, path: str, rank: int) -> list[int]:
         """The layers of a stacked parameter that a rank of pp holds, in their order there."""
@@ -76,7 +90,17 @@ class Plan:
     @property
     def summed(self) -> list[str]:
         """The parameters that all ranks of pp hold: the terms of their gradients are summed over it."""
-        return [path for path in self.layouts if not self.splits(path)]
+        return [path for path, layout in self.layouts.items() if "pp" not in layout.sharded]
+
+    @property
+    def brought(self) -> list[str]:
+        """The parameters that pp splits otherwise: each stage that reads one has it in full."""
+        return [path for path, layout in self.layouts.items() if "pp" in layout.sharded and not self.splits(path)]
+
+    def reads(self, rank: int) -> set[str]:
+        """The parameters that the stages of a rank of pp read."""
+        parts = [self.parts.of[kind, stage] for stage in self.table.held(rank) for kind in "FBW"]
+        return {_layer(name)[0] for part in parts for name in part.takes if layer_of(name)[0].startswith("0/")}
 
     def sides(self) -> list[tuple[int, str, int]]:
         """(stage, name, microbatch) of what metrics are made of, in the order in which it is exchanged."""
@@ -97,25 +121,40 @@ class Plan:
                 path, layer = _layer(name)
                 if not layer_of(name)[0].startswith(("0/", GRADS)) or not self.splits(path):
                     continue
-                if layer is None:
-                    raise ValueError(
-                        f"{who}: {path!r}: got {self.layouts[path]}, whose layers stage {stage} reads together, wanted "
-                        "a stack that is taken apart once; for w in unstack(params): ..."
-                    )
+                assert layer is not None, f"{path}: one that is not taken apart is brought"
                 if layer not in self.blocks(path, rank):
                     held = [r for r in range(self.table.ranks) if layer in self.blocks(path, r)]
                     raise ValueError(
                         f"{who}: {path!r}: got {self.layouts[path]}, by which layer {layer} rests on rank {held[0]} of "
-                        f"pp, wanted it on rank {rank}, which computes it in stage {stage}; split the stack as the "
-                        'stages are placed (Split("pp", parts=2) of two a rank), or give other stages'
+                        f"pp, wanted it on rank {rank}, which computes it in stage {stage}; split the stack as stages "
+                        f"are placed: {self._split_of(path)}, padded, or give other stages"
                     )
         for name in self.parts.metrics.takes:
             path, layer = _layer(name)
-            if layer_of(name)[0].startswith("0/") and (layer is not None or self.splits(path)):
+            if layer_of(name)[0].startswith("0/") and (layer is not None or path not in self.summed):
                 raise ValueError(
                     f"{who}: got a metric of the parameter {path!r} itself, wanted it "
                     "made of values of one stage; compute it outside of the loss"
                 )
+
+    def _split_of(self, path: str) -> Split:
+        """How the layers of a parameter are split where they rest with their stages."""
+        sizes = [0] * self.parts.stages
+        for (kind, stage), part in self.parts.of.items():
+            found = {_layer(name)[1] for name in part.takes if _layer(name)[0] == path} if kind == "F" else ()
+            sizes[stage] += len(found)
+        return Split("pp", sizes=tuple(sizes), order=tuple(self.table.place))
+
+    def first(self) -> Entry | None:
+        """What all ranks of pp run before the table: their parts of what is brought together -> these in full; None
+        where there is nothing."""
+        if self._first is None and self.brought:
+            src, dst = ([of[path] for path in self.brought] for of in (self.layouts, self.inner))
+            fakes = [self.fakes[self.takes.index(f"0/{path}")] for path in self.brought]
+            with outside_of_tracing():
+                traced = trace(lambda *xs: resharding.reshard_many(xs, src, dst, self.axes), fakes, mesh=self.axes.mesh)
+            self._first = Entry.make(f"{self.name}_begin", traced.graph_module, traced.fakes, traced.fake_mode)
+        return self._first
 
     def last(self) -> Entry:
         """What all ranks of pp run behind the table: (inputs, sides, terms) -> [metrics of each microbatch, sums]."""
@@ -124,9 +163,15 @@ class Plan:
             module = graph_module_of(self.root, metrics.graph)
             sides = self.sides()
             shapes = [self.like("F", stage, name) for stage, name, _ in sides]
-            buffers = [self.buffer_like(path) for path in self.summed]
+            buffers = [self.buffer_like(path) for path in self.terms]
+            summed = len(self.summed) if self.gradients else 0
+            of = [(path, self.dtypes[path]) for path in self.terms[summed:]]
+            have = [raw_gradient_layout(self.inner[path], self.data).replace(dtype=dtype) for path, dtype in of]
+            have = [layout.replace(unreduced=(*layout.unreduced, "pp")) for layout in have]
+            want = [raw_gradient_layout(self.layouts[path], self.data).replace(dtype=dtype) for path, dtype in of]
 
             def finish(inputs, given, terms):
+                terms, ends = terms[:summed], terms[summed:]
                 wire = [x.to(torch.uint8) if x.dtype == torch.bool else x for x in (*given, *terms)]
                 together = ops.psum_many(wire, self.axes["pp"]) if wire else []
                 known = {
@@ -139,19 +184,28 @@ class Plan:
                         for name in metrics.takes
                     ]
                     found += Replay(module).run(*values)
-                return [x.clone() for x in found], together[len(sides) :]
+                ends = resharding.reshard_many(ends, have, want, self.axes)
+                return [x.clone() for x in found], together[len(sides) :], ends
 
             with outside_of_tracing():
                 traced = trace(finish, (self.fakes, shapes, buffers), mesh=self.axes.mesh)
             self._last = Entry.make(f"{self.name}_end", traced.graph_module, traced.fakes, traced.fake_mode)
         return self._last
 
+    @property
+    def terms(self) -> list[str]:
+        """The parameters to whose gradients stages of several ranks may add, in the order in which they are summed."""
+        return [*self.summed, *self.brought] if self.gradients else []
+
+    def shape(self, path: str) -> torch.Size:
+        """The shape of a parameter, and of the sum of its gradients, where a stage reads it."""
+        return torch.Size((self.layouts if self.splits(path) else self.inner)[path].local_shape(0))
+
     def buffer_like(self, path: str) -> torch.Tensor:
         """A fake tensor like the sum of the gradients of a parameter."""
-        x = self.fakes[self.takes.index(f"0/{path}")]
-        return make_fakes([torch.empty(x.shape, dtype=self.dtypes[path], device="meta")], self.fake_mode)[0].to(
-            x.device
-        )
+        device = self.fakes[self.takes.index(f"0/{path}")].device
+        like = torch.empty(self.shape(path), dtype=self.dtypes[path], device="meta")
+        return make_fakes([like], self.fake_mode)[0].to(device)
 
     def of_microbatch(self, inputs: Any, path: str, i: int) -> Any:
         """What microbatch i reads of an input."""
@@ -168,17 +222,16 @@ def _layer(name: str) -> tuple[str, int | None]:
 class RankOfPipeline:
     """One rank of pp: its leaves, the sums of its gradients, and how its parts are run.
 
-    run: (entry of a part, values) -> what it gives. Values are tensors, or those of several ranks: `each` applies a
+    inputs: of the node. brought: in full what `Plan.first` gives; what no stage of this rank reads is not kept. run: (entry of a part, values) -> what it gives. Values are tensors, or those of several ranks: `each` applies a
     function of tensors to them.
     """
 
-    def __init__(self, plan: Plan, rank: int, inputs: list, run: Callable, each: Callable):
+    def __init__(self, plan: Plan, rank: int, inputs: list, brought: Sequence, run: Callable, each: Callable):
         self.plan, self.rank, self.inputs, self.each = plan, rank, dict(zip(plan.takes, inputs, strict=True)), each
-        paths = list(plan.layouts)
-        self.sums = {
-            p: each(lambda x, p=p: torch.zeros(x.shape, dtype=plan.dtypes[p], device=x.device), self.inputs[f"0/{p}"])
-            for p in paths
-        }
+        paths, self.sums = list(plan.layouts), {}
+        for path, whole in zip(plan.brought, brought, strict=True):
+            if path in plan.reads(rank):
+                self.inputs[f"0/{path}"] = whole
         self.places = {p: {block: at for at, block in enumerate(plan.blocks(p, rank))} for p in paths if self._stack(p)}
         self.held = Held(
             plan.table, plan.parts, rank, lambda k, s, values: run(plan.entry(k, s), values), self.given, self.add
@@ -186,6 +239,15 @@ class RankOfPipeline:
 
     def _stack(self, path: str) -> bool:
         return bool(self.plan.layouts[path].shape)
+
+    def sum_of(self, path: str) -> Any:
+        """The sum of the gradients of a parameter, so far."""
+        if path not in self.sums:
+            shape, dtype = self.plan.shape(path), self.plan.dtypes[path]
+            self.sums[path] = self.each(
+                lambda x: torch.zeros(shape, dtype=dtype, device=x.device), self.inputs[f"0/{path}"]
+            )
+        return self.sums[path]
 
     def given(self, name: str, i: int) -> Any:
         """An input of a part."""
@@ -200,12 +262,12 @@ class RankOfPipeline:
         """Add a term to the gradient of a parameter, or of one of its layers."""
         path, layer = _layer(name)
         if layer is None:
-            self.each(lambda total, x: total.add_(x), self.sums[path], value)
+            self.each(lambda total, x: total.add_(x), self.sum_of(path), value)
         else:
-            self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sums[path], value)
+            self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sum_of(path), value)
 
     def shares(self) -> tuple[list, list]:
-        """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp)."""
+        """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp, likewise)."""
         plan, like = self.plan, next(iter(self.inputs.values()))
         sides = []
         for stage, name, i in plan.sides():
@@ -214,14 +276,15 @@ class RankOfPipeline:
             else:
                 v = plan.like("F", stage, name)
                 sides.append(self.each(lambda x, v=v: torch.zeros(v.shape, dtype=v.dtype, device=x.device), like))
-        return sides, [self.sums[path] for path in plan.summed]
+        return sides, [self.sum_of(path) for path in plan.terms]
 
     def results(self, last: list) -> list:
         """What the node gives, of what all ranks gave each other at the end."""
         plan = self.plan
-        count = len(last) - len(plan.summed)
-        together = dict(zip(plan.summed, last[count:], strict=True))
-        return [*last[:count], *(together.get(path, self.sums[path]) for path in plan.layouts)]
+        count = len(last) - len(plan.terms)
+        together = dict(zip(plan.terms, last[count:], strict=True))
+        paths = plan.layouts if plan.gradients else ()
+        return [*last[:count], *(together[path] if path in together else self.sum_of(path) for path in paths)]
 
 
 class PipelineEntry(Entry):
@@ -259,7 +322,8 @@ class BoundPipeline:
             if self.plan.parts.of[kind, stage].gives
             for part in [self.plan.entry(kind, stage)]
         }
-        self.end = self.plan.last().bind(target)
+        first = self.plan.first()
+        self.begin, self.end = None if first is None else first.bind(target), self.plan.last().bind(target)
         self.op, self.library = defined("fmegatron_compiled", name, self, entry.out_meta)
 
     @property
@@ -269,15 +333,22 @@ class BoundPipeline:
 
     def compile(self) -> None:
         """Compile the parts of this rank if that is not done yet."""
-        for bound in (*self.parts.values(), self.end):
-            bound.compile()
+        for bound in (*self.parts.values(), self.begin, self.end):
+            if bound is not None:
+                bound.compile()
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The table, on this rank."""
         plan = self.plan
+        given = [tensors[plan.takes.index(f"0/{path}")] for path in plan.brought]
         with torch.no_grad():
             rank = RankOfPipeline(
-                plan, self.rank, list(tensors), lambda part, values: self.parts[part].op(values), _apply
+                plan,
+                self.rank,
+                list(tensors),
+                () if self.begin is None else self.begin.op(given),
+                lambda part, values: self.parts[part].op(values),
+                _apply,
             )
             over_ranks(rank.held, self.world, self._like)
             return rank.results(self.end.op([*tensors, *(x for xs in rank.shares() for x in xs)]))

@@ -21,7 +21,16 @@ __all__ = ["layer_of", "layers_apart", "reach", "seeds_as_constants", "split_bac
 
 _aten = torch.ops.aten
 _SAME = frozenset({"detach", "alias", "_to_copy", "convert_element_type"})  # or in another dtype
-_LINEAR = _SAME | {"view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "clone", "neg"}
+_MOVES = ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "clone", "neg", "sum", "unsqueeze")
+# Ops by the arguments of which they are linear, one at a time.
+_LINEAR = MappingProxyType(
+    {
+        **dict.fromkeys((*_SAME, *_MOVES, "squeeze", "select_backward", "slice_backward"), (0,)),
+        **dict.fromkeys(("mul", "mm", "bmm"), (0, 1)),
+        **dict.fromkeys(("div", "tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"), (0,)),
+        **{"threshold_backward": (0,), "embedding_dense_backward": (0,)},
+    }
+)
 # Of these only shape, dtype and device of the first argument count: they are full of a value.
 _LIKE = MappingProxyType({"ones_like": 1, "zeros_like": 0, "new_zeros": 0, "new_ones": 1, "full_like": None})
 
@@ -147,9 +156,14 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
             for s, term in terms_by_stage(graph, x, home, who).items():
                 found[s] = _noted(graph, home, s, node, (found[s], term)) if s in found else term
         return found
-    if opname(node.target) in _LINEAR:
-        terms = terms_by_stage(graph, node.args[0], home, who)
-        return {s: _noted(graph, home, s, node, (term, *node.args[1:])) for s, term in terms.items()}
+    at = next((i for i in _LINEAR.get(opname(node.target), ()) if _alone(node, i, home)), None)
+    if at is not None:
+        terms = terms_by_stage(graph, node.args[at], home, who)
+        before, behind = node.args[:at], node.args[at + 1 :]
+        return {s: _noted(graph, home, s, node, (*before, term, *behind)) for s, term in terms.items()}
+    if node.target in (_aten.stack.default, _aten.cat.default):
+        each = [terms_by_stage(graph, x, home, who) for x in node.args[0]]
+        return {s: _joined(graph, home, s, node, [one.get(s) for one in each]) for s in sorted(stages)}
     if node.target is operator.getitem:
         whole, i = node.args
         collective = kinds.collective_of(whole.target)
@@ -161,6 +175,27 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
         "read x = step.stage(x, n), and not the x before; another value goes from block to block with it (torch.cat), "
         "or is detached; a stack is taken apart once"
     )
+
+
+def _alone(node: Any, at: int, home: dict[fx.Node, set[int]]) -> bool:
+    """Whether this argument of a node is the only one that values of stages are in."""
+    others = [x for x in node.all_input_nodes if x is not node.args[at]]
+    return isinstance(node.args[at], fx.Node) and node.args.count(node.args[at]) == 1 and not any(map(home.get, others))
+
+
+def _joined(graph, home, stage: int, like: Any, terms: list) -> fx.Node:
+    """Tensors side by side, zeros for those to which a stage adds nothing."""
+    filled = []
+    for x, term in zip(like.args[0], terms, strict=True):
+        if term is None:
+            v = x.meta["val"]
+            with graph.inserting_before(like):
+                term = graph.call_function(
+                    _aten.full.default, (list(v.shape), 0), {"dtype": v.dtype, "device": v.device}
+                )
+            term.meta, home[term] = dict(x.meta), set()
+        filled.append(term)
+    return _noted(graph, home, stage, like, (filled, *like.args[1:]), filled)
 
 
 def _through(graph, node, whole, i, home, who) -> dict[int, fx.Node]:
@@ -178,9 +213,11 @@ def _through(graph, node, whole, i, home, who) -> dict[int, fx.Node]:
     return found
 
 
-def _noted(graph: fx.Graph, home: dict[fx.Node, set[int]], stage: int, like: Any, args: tuple) -> fx.Node:
-    """A node as `like`, of other arguments, behind it and them."""
-    with graph.inserting_after(max([like, *(x for x in args if isinstance(x, fx.Node))])):
+def _noted(
+    graph: fx.Graph, home: dict[fx.Node, set[int]], stage: int, like: Any, args: tuple, more: Sequence = ()
+) -> fx.Node:
+    """A node as `like`, of other arguments, behind it and them (and `more` within them)."""
+    with graph.inserting_after(max([like, *(x for x in (*args, *more) if isinstance(x, fx.Node))])):
         new = graph.call_function(like.target, args, dict(like.kwargs))
     new.meta = dict(like.meta)
     home[new] = {stage}

@@ -27,16 +27,17 @@ from fmegatron.step.microbatches import (
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import functional
 from fmegatron.step.parts import summed
-from fmegatron.step.pipeline.cut import GRADS, blocks_of, cut, without_marks
+from fmegatron.step.pipeline.cut import GRADS, blocks_of, cut, with_outputs, without_marks
 from fmegatron.step.pipeline.entry import PipelineEntry, Plan
 from fmegatron.step.pipeline.options import Pipeline, Pipelining, Scheduled, by_stages
+from fmegatron.step.pipeline.table import forwards
 from fmegatron.step.reduce import raw_gradient_layout, widened
 from fmegatron.step.signature import signature_of
 from fmegatron.step.torch_private import FakeTensorMode, graph_module_of, is_tracing, outside_of_tracing
 from fmegatron.step.tracing import described, trace
 from fmegatron.tree import labels, structure
 
-__all__ = ["pipelined", "staged"]
+__all__ = ["evaluated", "pipelined", "staged"]
 
 
 def pipelined(
@@ -56,7 +57,9 @@ def pipelined(
         axes: over whose data axes parts are added up, as of `value_and_grad`.
 
     A stacked leaf [L, ...] that pp splits on dim 0 is computed where it rests: a rank holds the blocks of its stages,
-    in their order. Other leaves are on all ranks of pp, and the terms of their gradients are summed over it.
+    in their order, `Split("pp", sizes=stages, order=table.place)`, padded where stages are uneven. Other leaves that pp
+    splits (the ends: embedding, norm, head) are gathered over it once, kept by the ranks whose stages read them, and
+    their gradients are reduced to where they rest; those that are on all ranks of pp have them summed.
     Runs inside a jit, of parameters that know their layouts. Raises ValueError for what cannot be cut (no marks, a
     value that skips a stage, a backward that reads several stages), for blocks that do not rest with their stage, for a
     scalar with "tokens" beside it, and for counts that depend on parameters.
@@ -82,9 +85,21 @@ def pipelined(
     return with_grad
 
 
-def staged(of: LossFn, pipeline: Scheduled | Pipeline, dtype: torch.dtype) -> Callable:
+def evaluated(loss_fn: Callable, pipeline: Scheduled | Pipeline, axes: Axes | None = None) -> Callable:
+    """`f(params, batch) -> (loss, metrics, whether the loss is of the batch)` by the forwards of the stages alone, on a
+    mesh with pp: of sums and counts also their means and "NAME/count", as `pipelined` gives them."""
+    several = staged(LossFn(loss_fn, axes, None, n=pipeline.microbatches), pipeline, torch.float32, gradient=False)
+
+    def f(params, batch):
+        loss, metrics, _, whole = several(params, batch, (), None)
+        return loss, metrics, whole
+
+    return f
+
+
+def staged(of: LossFn, pipeline: Scheduled | Pipeline, dtype: torch.dtype, gradient: bool = True) -> Callable:
     """What `accumulated` is: `f(params, batch, args, scale) -> (loss, aux, grads, whether the loss is of the batch)`,
-    on a mesh with pp."""
+    on a mesh with pp. gradient: False for the loss alone, without grads."""
     nodes, full = {}, {}
     who = f"pipelined {described(of.loss_fn)}"
 
@@ -106,7 +121,7 @@ def staged(of: LossFn, pipeline: Scheduled | Pipeline, dtype: torch.dtype) -> Ca
         leaves, spec = tree.leaves((params, batch, args, scale)), structure.flatten((params, batch, args, scale))[2]
         key = (spec, tuple(signature_of(leaves, labels=True)))
         if key not in nodes:
-            nodes[key] = _Node(of, pipeline, (params, batch, args, scale), dtype, who)
+            nodes[key] = _Node(of, pipeline, (params, batch, args, scale), dtype, gradient, who)
         return nodes[key](params, batch, args, scale, full)
 
     return several
@@ -118,18 +133,21 @@ def _slashed(path: str) -> str:
 
 
 class _Node:
-    """The gradients of a batch of this signature: traced, cut and made one node."""
+    """The gradients of a batch of this signature, or its loss alone: traced, cut and made one node."""
 
-    def __init__(self, of: LossFn, pipeline: Scheduled | Pipeline, call: tuple, dtype: torch.dtype, who: str):
+    def __init__(
+        self,
+        of: LossFn,
+        pipeline: Scheduled | Pipeline,
+        call: tuple,
+        dtype: torch.dtype,
+        with_gradient: bool,
+        who: str,
+    ):
+        self.with_gradient = with_gradient
         self.of, self.n, self.dtype, self.who = of, pipeline.microbatches, dtype, who
         params, batch, args, scale = call
         layouts = dict(zip(tree.paths(params), tree.leaves(tree.layouts(params)), strict=True))
-        for path, layout in layouts.items():
-            if "pp" in layout.sharded and layout.axes(0) != ("pp",):
-                raise ValueError(
-                    f"{who}: {path!r}: got {layout}, wanted pp alone on dim 0, which splits the layers of a stack; "
-                    "leave pp out of other dims"
-                )
         self.inner = {path: layout.without("pp") for path, layout in layouts.items()}
         mesh = next(iter(layouts.values())).mesh
         self.axes = axes = Axes(mesh)
@@ -144,6 +162,10 @@ class _Node:
         mode, self.gives = one.entry.fake_mode, [_slashed(path) for path in one.gives]
         with outside_of_tracing():
             marked = functional(one.entry.graph_module, (one.entry.fakes, []), mode)
+            if not with_gradient:
+                shown = [i for i, path in enumerate(self.gives) if not path.startswith(GRADS)]
+                marked = graph_module_of(marked, with_outputs(marked.graph, shown))
+                self.gives = [self.gives[i] for i in shown]
         takes = [*map(_slashed, one.traced.in_paths), *(f"sum {sum_}" for sum_ in one.sums)]
         self.shown = [path for path in self.gives if not path.startswith(GRADS)]
         if isinstance(pipeline, Scheduled):
@@ -165,11 +187,14 @@ class _Node:
         )
         with outside_of_tracing():
             self.uncut = trace(functools.partial(self._uncut, list(layouts.values()), takes), given, mesh=mesh)
-        digest = hashlib.sha256(repr((pipeline, layouts)).encode()).hexdigest()[:8]
+        table = pipeline.table if with_gradient else forwards(pipeline.table)
+        digest = hashlib.sha256(repr((pipeline, with_gradient, layouts)).encode()).hexdigest()[:8]
         self.entry = PipelineEntry.make(
             f"{name}_pipeline_{digest}", self.uncut.graph_module, self.uncut.fakes, self.uncut.fake_mode
         )
-        plan = Plan(pipeline.table, parts, takes, layouts, dtypes, axes, marked, self.uncut.fakes, mode, name)
+        fakes = self.uncut.fakes
+        how = (self.inner, dtypes, axes, data, with_gradient, marked)
+        plan = Plan(table, parts, takes, layouts, *how, fakes, mode, name)
         plan.require_placement(who)
         self.entry.plan = self.entry.plan or plan
 
@@ -202,13 +227,15 @@ class _Node:
             shown += [found[path] for path in self.shown]
             grads = [widened(x, self.dtype) for path, x in found.items() if path.startswith(GRADS)]
             total = grads if total is None else list(map(torch.add, total, grads))
+        if not self.with_gradient:
+            return shown
         assert total is not None, "a batch has microbatches"
         have = [raw_gradient_layout(x, data).replace(dtype=g.dtype) for x, g in zip(inner, total, strict=True)]
         want = [raw_gradient_layout(x, data).replace(dtype=g.dtype) for x, g in zip(layouts, total, strict=True)]
         return [*shown, *resharding.reshard_many(total, have, want, self.axes)]
 
     def __call__(self, params, batch, args, scale, full: dict) -> tuple[Any, Any, Any, bool]:
-        sums, one = {}, self.one
+        sums, one, one_gives = {}, self.one, list(map(_slashed, self.one.gives))
         calls = [(params, rows, args, scale) for rows in self._micro(batch)]
         if one.counts is not None:
             early = [one.before(call) for call in calls]
@@ -221,7 +248,7 @@ class _Node:
         for i in range(self.n):
             shown = dict(zip(self.shown, outs[i * count : (i + 1) * count], strict=True))
             rest = iter(grads)
-            found.append(one.result([shown[path] if path in shown else next(rest) for path in self.gives]))
+            found.append(one.result([shown.get(path) if path in shown else next(rest, None) for path in one_gives]))
         for gradient in found:
             if not gradient.shown and weight_of(gradient.loss, gradient.aux, None) is not None:
                 raise ValueError(
@@ -230,10 +257,13 @@ class _Node:
                     "step.mean(total, count)"
                 )
         nested = structure.flatten(params)[2]
-        given, total = Batch((self.whole, batch, *args), sums, full), structure.unflatten(nested, grads)
+        given = Batch((self.whole, batch, *args), sums, full)
+        total = structure.unflatten(nested, grads) if self.with_gradient else {}
         loss, aux, total, whole = of_microbatches(
             self.of, given, found, [None] * self.n, total, weight=None, dtype=self.dtype
         )
+        if not self.with_gradient:
+            return loss, aux, {}, whole
         pairs = zip(tree.leaves(total), self.raw, strict=True)
         known = [labels.labelled(g, layout.replace(dtype=g.dtype)) for g, layout in pairs]
         return loss, aux, structure.unflatten(nested, known), whole

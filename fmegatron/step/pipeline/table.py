@@ -10,9 +10,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Action", "Message", "Table", "checked", "messages", "needs", "played", "problems", "programs", "units"]
+__all__ = [
+    "Action",
+    "Message",
+    "Table",
+    "checked",
+    "forwards",
+    "messages",
+    "needs",
+    "played",
+    "problems",
+    "programs",
+    "units",
+]
 
 # What each kind of action computes of a stage. A kind of several letters computes each of them, in this order.
 KINDS = ("F", "B", "W", "BW", "G", "R")
@@ -171,6 +183,12 @@ def _sent(table: Table, rank: int, action: Action) -> Iterator[Message]:
         reader = action.stage + {"F": 1, "B": -1}.get(kind, table.stages + 1)
         if 0 <= reader < table.stages and table.place[reader] != rank:
             yield Message(kind, action.stage, action.microbatch, rank, table.place[reader])
+
+
+def forwards(table: Table) -> Table:
+    """The forwards of a table alone, in its order: what an evaluation runs."""
+    rows = tuple(tuple(action for action in row if action.kind == "F") for row in table.rows)
+    return replace(table, rows=rows, pairs=(), name=f"forwards of {table.name}")
 
 
 def checked(table: Table) -> Table:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from fmegatron import optim, step, tree
 from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.layout.data_parallel import shared_over
 from fmegatron.step import stage
 from fmegatron.step.layer import unstack
 from fmegatron.testing import simulate
@@ -86,11 +87,13 @@ def foreign_params(layers: int) -> dict:
     return {"embed": whole["embed"], "layers": each, "norm": whole["head"]["norm"], "head": whole["head"]["w"]}
 
 
-def layouts_of(params, mesh: Mesh, split: str | Split | None = "pp") -> dict:
-    """Stacks split over pp, the rest on all its ranks."""
+def layouts_of(params, mesh: Mesh, split: str | Split | None = "pp", ends: bool = False) -> dict:
+    """Stacks split over pp, the rest on all its ranks, or shared by them (ends)."""
 
     def one(path, x):
-        return Layout(tuple(x.shape), x.dtype, mesh, (split,) if path.startswith("blocks") else ())
+        stack = path.startswith("blocks")
+        layout = Layout(tuple(x.shape), x.dtype, mesh, (split,) if stack else (), padded=True)
+        return layout if stack or not ends else shared_over(layout, "pp")
 
     return structure.map_with_path(one, params)
 

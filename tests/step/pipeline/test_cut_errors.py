@@ -65,11 +65,6 @@ def mixes(params, batch):
     return x.square().mean() * first.square().mean()
 
 
-def together(params, batch):
-    x, _ = trunk(params, batch, stage)
-    return x.square().mean() + params["blocks"]["up"].square().sum()
-
-
 def detached(params, batch):
     return trunk(params, batch, lambda x, n: stage(x.detach() if n else x, n))[0].square().mean()
 
@@ -84,7 +79,6 @@ def detached(params, batch):
         (marked, {"stages": (1, 1, 1), "mesh": Mesh(pp=3), "split": None}, r"got 3 stages of 3 blocks and 2 marks"),
         (skips, {}, r"blocks/down.*got a gradient of stages 0, 1 together \(.*, as nothing skips a stage.*torch.cat"),
         (mixes, {}, r"embed.*got a gradient of stages 0, 1 together"),
-        (together, {}, r"blocks/up.*got a gradient of stages 0, 1 together.*a stack is taken apart once"),
         (detached, {}, r"got a value without a gradient, wanted one that the loss depends on"),
         (marked, {"layers": 4, "stages": (3, 1)}, r"blocks/b'.*layer 2 rests on rank 1 of pp, wanted it on rank 0"),
         (marked, {"mesh": Mesh(pp=3), "split": None, "table": schedules.gpipe(2, 2)}, r"a table of 2 ranks, on pp3"),

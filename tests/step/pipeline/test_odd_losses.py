@@ -57,6 +57,20 @@ def test_a_batch_and_parameters_of_one_tensor(form):
     assert_same(loss_fn, w if form == "params" else {"w": w}, x if form == "batch" else {"x": x})
 
 
+def test_parameters_that_several_stages_read_through_functions_and_a_stack_that_is_read_whole_too():
+    def loss_fn(params, batch):
+        shared = torch.tanh(params["s"]) * torch.cos(params["s"] @ params["m"])
+        x = batch["x"]
+        for n, w in enumerate(unstack(params["w"])):
+            x = stage(x, n)
+            x = x + torch.tanh(x @ w) * shared + torch.nn.functional.silu(params["m"]).sum(0)
+        return step.mean(x.square().sum() + 0.1 * params["w"].square().sum(), float(x.numel()))
+
+    params = {"w": random(4, 4, 4), "s": random(4), "m": random(4, 4)}
+    assert_same(loss_fn, params, {"x": random(6, 4)})
+    assert_same(loss_fn, params, {"x": random(6, 4)}, split=False)
+
+
 def test_a_list_of_stacks():
     def loss_fn(params, batch):
         x = trunk(batch["x"], params[0]["w"], params[1]["w"])
