@@ -77,7 +77,7 @@ notebooks: $(STAMP)  ## run every notebook again and write its outputs back
 bench-peers-env: .venv-peers/.stamp  ## an environment of their own for the peers that benchmarks compare with
 
 # One file a benchmark: experiments/benchmarks/NAME.py; JSON lines on stdout, a table for people on stderr.
-bench-%: $(STAMP)  ## benchmark NAME: step, init, layout, checkpoint, parallel, context, moe, data, interop, generate, plan, loop, faults, gpu
+bench-%: $(STAMP)  ## benchmark NAME: step, init, layout, checkpoint, parallel, pipeline, context, moe, data, interop, generate, plan, loop, faults, gpu
 	@if [ ! -f experiments/benchmarks/$*.py ]; then echo "no benchmark '$*'; there are: $$(cd experiments/benchmarks 2>/dev/null && ls *.py | sed 's/.py//' | xargs)" >&2; exit 1; fi
 	@$(PY) experiments/benchmarks/$*.py
 

@@ -21,11 +21,13 @@ from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
 from fmegatron.plan.paper import SizedWorld
+from fmegatron.plan.stages import staged
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
 from fmegatron.step import Description, Overlap, buckets, jitted, passes
 from fmegatron.step.graph import nodes
 from fmegatron.step.overlap import schedule
+from fmegatron.step.pipeline.entry import BoundPipeline
 from fmegatron.step.streamed import Streamed
 from fmegatron.step.timelines import events, planned
 from fmegatron.tree import checks, labels, structure
@@ -313,10 +315,18 @@ def _count(program: passes.Program, known: dict[str, Counted], label: str) -> Co
     inside = {}
     for bound in nodes.opaque_entries(program.graph_module.graph):
         if bound.name not in known:
-            streams = isinstance(bound, Streamed)
-            known[bound.name] = _streamed(bound) if streams else _count(bound.program, known, bound.label)
+            known[bound.name] = _count_of(bound, known)
         inside[bound.op] = known[bound.name]
     return counted(program.graph_module, program.fakes, dict(program.settings), inside, label)
+
+
+def _count_of(bound: Any, known: dict[str, Counted]) -> Counted:
+    """The memory of what an opaque node runs."""
+    if isinstance(bound, Streamed):
+        return _streamed(bound)
+    if isinstance(bound, BoundPipeline):
+        return staged(bound, lambda part: _count_of(part, known))
+    return _count(bound.program, known, bound.label)
 
 
 def _streamed(update: Streamed) -> Counted:

@@ -23,7 +23,7 @@ from fmegatron.plan.torch_private import FakeTensorMode, TorchDispatchMode, boun
 from fmegatron.step import lower, torch_private
 from fmegatron.step.graph import nodes
 
-__all__ = ["Counted", "Held", "counted"]
+__all__ = ["Counted", "Held", "counted", "made_by"]
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def counted(
     if again.running is not None:
         held += inside[again.running].held
     held.sort(key=lambda one: -one.nbytes)
-    results = tuple(_made_by(node) for node in nodes.items_of(module.graph.output_node().args[0]))
+    results = tuple(made_by(node) for node in nodes.items_of(module.graph.output_node().args[0]))
     return Counted(first.peak, tuple(held), first.phases.found, first.phases.calls, first.returned, results)
 
 
-def _made_by(node: fx.Node) -> tuple[str, str]:
+def made_by(node: fx.Node) -> tuple[str, str]:
     """(operator, line) of what computes a node's value: not of an item taken, or of memory of its own given to it."""
     while node.target is operator.getitem:
         source = nodes.node_of(node.args[0])
@@ -129,7 +129,7 @@ def _origin(name: str, origins: Mapping[str, set], inside: Mapping[Any, Counted]
         return "?", "?"
     position = {n: i for i, n in enumerate(found[0].graph.nodes)}
     last = max(found, key=lambda n: position.get(n, -1))
-    return _made_by(last)[0], last.meta["stack_trace"]
+    return made_by(last)[0], last.meta["stack_trace"]
 
 
 # ---- running it ------------------------------------------------------------------------------------------------------

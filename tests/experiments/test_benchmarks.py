@@ -52,6 +52,14 @@ def test_other_forms_of_parallel(benchmark, capsys, ranks):
 
 
 @pytest.mark.slow
+def test_stages_against_those_of_torch(benchmark, capsys, ranks):
+    benchmark("pipeline").main(["--quick", "--backend=aot_eager"], pool=ranks)
+    lines = lines_of(capsys)
+    assert all(line["holds"] for name, line in lines.items() if not name.endswith(("_time", "host_of_an_action")))
+    assert lines["1f1b_torch_1f1b_losses"]["value"] <= 1e-10 and lines["zb_h1_layers"]["value"] == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "experts"])
 def test_a_step_of_16384_ranks_is_proven(benchmark, name):
     """In bf16, with one layer: the benchmark has 64, of which equal calls are looked at once."""

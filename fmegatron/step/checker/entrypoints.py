@@ -39,6 +39,7 @@ from fmegatron.step.checker.values import (
     Wrong,
     value_of,
 )
+from fmegatron.step.description import Description
 from fmegatron.step.graph.nodes import node_of, user_line
 from fmegatron.step.second_device import on_second_device
 from fmegatron.step.torch_private import FakeTensorMode
@@ -51,7 +52,7 @@ Node = torch.fx.Node
 
 
 def check(
-    fn: Callable,
+    fn: Callable | Description,
     *args: structure.Tree,
     allow: Mapping[str, str] | None = None,
 ) -> Report:
@@ -59,6 +60,7 @@ def check(
 
     Args:
         fn: over symbolic axes of the mesh of its arguments: a step, or any function of arrays, such as an evaluation.
+            Or a `step.Description`, alone: its step, with its state and batch.
         *args: what it is called with, abstract or not: trees of ArraySpecs, of Layouts, or of tensors whose layouts are
             known (`tree.place`). The mesh is theirs, of any size: no process group, no device, no memory; 16,384 ranks
             take as long as one. In result 0, what stands where argument 0 has an array must have its layout: such a
@@ -77,11 +79,13 @@ def check(
     rows as columns, shows less than one on which all sizes differ.
     Raises ValueError, naming the path, for an array whose layout is not known, and for two meshes.
     """
+    fn, args = (fn.function, (fn.state, fn.batch)) if isinstance(fn, Description) and not args else (fn, args)
     layouts = tree.layouts(args)
     flat = tree.leaves(layouts)
-    if not flat:
+    if isinstance(fn, Description) or not flat:
         raise ValueError(
-            "check: got no arrays, wanted those that the function is called with: check(step, state, batch)"
+            "check: got no arrays, or a Description with some, wanted those that a function is called with, or a "
+            "Description alone: check(step, state, batch), check(describe(config))"
         )
     checks.require_mesh(layouts, flat[0].mesh, "check: the arguments", "the first of them")
     empty = tree.map(_empty, layouts)

@@ -71,7 +71,8 @@ class Plan:
         """What computes a part: made once."""
         if (kind, stage) not in self._entries:
             module = graph_module_of(self.root, self.parts.of[kind, stage].graph)
-            fakes = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+            # What a layer's backward keeps between its halves is of the mode in which they were made.
+            fakes = make_fakes([n.meta["val"] for n in module.graph.find_nodes(op="placeholder")], self.fake_mode)
             self._entries[kind, stage] = Entry.make(f"{self.name}_{kind}{stage}", module, fakes, self.fake_mode)
         return self._entries[kind, stage]
 
@@ -350,10 +351,11 @@ class BoundPipeline:
                 lambda part, values: self.parts[part].op(values),
                 _apply,
             )
-            over_ranks(rank.held, self.world, self._like)
+            over_ranks(rank.held, self.world, self.like)
             return rank.results(self.end.op([*tensors, *(x for xs in rank.shares() for x in xs)]))
 
-    def _like(self, message: Message) -> torch.Tensor:
+    def like(self, message: Message) -> torch.Tensor:
+        """A tensor like what a message carries."""
         pair = (self.plan.parts.forward if message.kind == "F" else self.plan.parts.backward)[message.stage]
         assert pair is not None, "a message has a value"
         v = self.plan.like(message.kind, message.stage, pair[0])

@@ -111,7 +111,7 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
     numbers: dict[tuple[int, int], int] = {}
     for item in programs(held.table)[held.rank]:
         if isinstance(item, Action):
-            for key in _awaited(item):
+            for key in awaited(item):
                 if key in coming:
                     work, message, value = coming.pop(key)
                     waiting.at_work(Doing(held.rank, peers, item, message), work.wait)
@@ -157,7 +157,8 @@ class Doing(NamedTuple):
         return f"{here} waits{before} for what {what} made to {way} rank {self.peers[other]} ({other} of pp)"
 
 
-def _awaited(action: Action) -> list[tuple[str, int, int]]:
+def awaited(action: Action) -> list[tuple[str, int, int]]:
+    """(kind, stage, microbatch) of what an action reads that may come from another rank."""
     kinds = [kind for kind in action.kind if kind in "FB"]
     return [(kind, action.stage, action.microbatch) for kind in kinds]
 
