@@ -237,7 +237,9 @@ class DataParallel:
 
 def shared_over(layout: Layout, axis: str, whole: tuple[int, ...] = ()) -> Layout:
     """The layout at rest of a parameter that the ranks of one more axis share: split over it as the minor axis of a dim
-    that divides, else where least padding is, or in ranges. whole: dims that stay whole. The same where it is of size 1.
+    that divides, else where least padding is, or in ranges; the same where the axis is of size 1.
+
+    whole: dims that it does not split.
     """
     dims = [d for d in range(len(layout.shape)) if d not in whole and _plain(layout, d)]
     behind = whole == tuple(range(len(whole))) and len(whole) < len(layout.shape)

@@ -83,7 +83,7 @@ def specs(
         found = decoder.stacks.get(path.partition("/")[0])
         stack = () if found is None else (0,)
         trunk = found is not None and max(found.depths) < decoder.layers
-        if trunk and mesh["pp"] > 1:  # those of a rank's stages
+        if found is not None and trunk and mesh["pp"] > 1:  # those of a rank's stages
             layout = layout.replace(spec=(_by_stages(found.depths, stage_of), *layout.spec[1:]), padded=True)
         # the layer dim of a stack stays whole: a layer is gathered when it runs
         whole = tuple(range(len(array.shape))) if array.full and strategy is not None else stack
@@ -113,8 +113,8 @@ def _stages(decoder: Decoder, mesh: Mesh, pipeline: step.Pipeline | None) -> tup
         return [n * ranks // blocks for n in range(blocks)], tuple(range(ranks))
     if sum(pipeline.stages) != blocks or pipeline.table.ranks != ranks:
         raise ValueError(
-            f"mesh {mesh}: got a pipeline of {sum(pipeline.stages)} blocks on {pipeline.table.ranks} ranks, wanted one of "
-            f"{blocks} blocks, those of the model, on {ranks}, the size of pp; make it for this model and mesh"
+            f"mesh {mesh}: got a pipeline of {sum(pipeline.stages)} blocks on {pipeline.table.ranks} ranks, wanted one "
+            f"of {blocks} blocks, those of the model, on {ranks}, the size of pp; make it for this model and mesh"
         )
     return [stage for stage, size in enumerate(pipeline.stages) for _ in range(size)], tuple(pipeline.table.place)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -85,13 +85,14 @@ def build(
     )
     if described.microbatches > 1:
         _say_what_couples(decoder, described.microbatches)
-    evaluate = described.evaluate if pipeline is None else functools.partial(_of_tokens, described.evaluate)
+    evaluate = described.evaluate if pipeline is None else functools.partial(_of_tokens, described)
     return dataclasses.replace(described, decoder=decoder, save=save, evaluate=evaluate)
 
 
-def _of_tokens(evaluate: Callable, state: step.State, rows: dict) -> dict:
+def _of_tokens(described: step.Description, state: step.State, rows: dict) -> dict:
     """Of the means of all parts of the loss, that of the tokens alone."""
-    means = evaluate(state, rows)
+    assert described.evaluate is not None, "`step.build` makes one"
+    means = described.evaluate(state, rows)
     return {"loss": means["lm"], "loss/count": means["lm/count"]}
 
 

@@ -38,12 +38,11 @@ def simulated(plan: entry.Plan, columns: list[list], mesh: Mesh, interpret: Call
         whole: list[list] = []
         if first_entry is not None:
             whole, _ = interpret(opaque.inline_layers(first_entry.graph_module.graph), mesh, given)
-        ranks = [
-            entry.RankOfPipeline(
-                plan, i, *([[column[q] for q in of_stage[i]] for column in of] for of in (columns, whole)), run, _each
-            )
-            for i in range(size)
-        ]
+
+        def at(i: int, of: list[list]) -> list[list]:
+            return [[column[rank] for rank in of_stage[i]] for column in of]
+
+        ranks = [entry.RankOfPipeline(plan, i, at(i, columns), at(i, whole), run, _each) for i in range(size)]
         waiting: dict[tuple[str, int, int], list[table.Message]] = {}
         for message in table.messages(plan.table):
             waiting.setdefault((message.kind, message.stage, message.microbatch), []).append(message)

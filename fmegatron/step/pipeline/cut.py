@@ -94,8 +94,9 @@ def cut(graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], stages: Seq
     """The parts of stages of so many blocks.
 
     graph: the gradient of one microbatch, with marks, without ops in place; or its loss alone, whose parts B and W give
-    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. Raises ValueError, naming lines and stages, for marks that are missing or
-    there twice, a value that skips a stage, and a backward that reads what mixes stages.
+    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. Raises ValueError, naming
+    lines and stages, for marks that are missing or there twice, a value that skips a stage, and a backward that reads
+    what mixes stages.
     """
     graph, begins = _copy(graph), tuple(running((0, *stages[:-1])))
     _require_marks(graph, begins, sum(stages), any(map(_is_gradient, gives)), who)

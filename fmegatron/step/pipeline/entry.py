@@ -40,7 +40,8 @@ class Plan:
     takes: the paths of the node's inputs: "0/..." parameters, "1/..." the batch, others as they are. grads: the paths
     of the gradients that it gives behind the metrics of each microbatch, one for each parameter, in order. layouts: of
     the parameters. inner: the same without pp. dtypes: of the sums of gradients. data: the axes over which gradients
-    are pending sums. gradients: whether there are any; else forwards alone. root: the module whose constants the graphs read. fakes: of the inputs.
+    are pending sums. gradients: whether there are any; else forwards alone. root: the module whose constants the graphs
+    read. fakes: of the inputs.
     """
 
     table: Table
@@ -151,7 +152,7 @@ class Plan:
         where there is nothing."""
         if self._first is None and self.brought:
             src, dst = ([of[path] for path in self.brought] for of in (self.layouts, self.inner))
-            fakes = [self.fakes[self.takes.index(f"0/{path}")] for path in self.brought]
+            fakes = tuple(self.fakes[self.takes.index(f"0/{path}")] for path in self.brought)
             with outside_of_tracing():
                 traced = trace(lambda *xs: resharding.reshard_many(xs, src, dst, self.axes), fakes, mesh=self.axes.mesh)
             self._first = Entry.make(f"{self.name}_begin", traced.graph_module, traced.fakes, traced.fake_mode)
@@ -223,8 +224,9 @@ def _layer(name: str) -> tuple[str, int | None]:
 class RankOfPipeline:
     """One rank of pp: its leaves, the sums of its gradients, and how its parts are run.
 
-    inputs: of the node. brought: in full what `Plan.first` gives; what no stage of this rank reads is not kept. run: (entry of a part, values) -> what it gives. Values are tensors, or those of several ranks: `each` applies a
-    function of tensors to them.
+    inputs: of the node. brought: in full what `Plan.first` gives; what no stage of this rank reads is not kept. run:
+    (entry of a part, values) -> what it gives. Values are tensors, or those of several ranks: `each` applies a function
+    of tensors to them.
     """
 
     def __init__(self, plan: Plan, rank: int, inputs: list, brought: Sequence, run: Callable, each: Callable):
@@ -268,7 +270,7 @@ class RankOfPipeline:
             self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sum_of(path), value)
 
     def shares(self) -> tuple[list, list]:
-        """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp, likewise)."""
+        """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp)."""
         plan, like = self.plan, next(iter(self.inputs.values()))
         sides = []
         for stage, name, i in plan.sides():

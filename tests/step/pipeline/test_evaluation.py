@@ -30,6 +30,7 @@ def evaluated(decoder, mesh, microbatches):
     return sim.globals(), value, layouts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["uneven", "a V"])
 def test_the_loss_of_held_out_rows(how):
     if how == "uneven":

@@ -8,6 +8,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.step import Pipeline, pipelined, stage
 from fmegatron.step.layer import unstack
 from fmegatron.step.pipeline import schedules
+from fmegatron.step.pipeline.pipeline import evaluated
 from fmegatron.testing import simulate
 
 
@@ -69,6 +70,27 @@ def test_parameters_that_several_stages_read_through_functions_and_a_stack_that_
     params = {"w": random(4, 4, 4), "s": random(4), "m": random(4, 4)}
     assert_same(loss_fn, params, {"x": random(6, 4)})
     assert_same(loss_fn, params, {"x": random(6, 4)}, split=False)
+
+
+def test_the_loss_alone_by_forwards():
+    """A part whose rows count differently, a metric made of values of a stage, and no gradient anywhere."""
+
+    def loss_fn(params, batch):
+        x = trunk(batch["x"], params["w"], params["b"])
+        counted = (batch["x"] > 0).double()
+        return {"own": step.mean((x.square() * counted).sum(), counted.sum())}, {"largest": x.detach().max()}
+
+    params, batch = {"w": random(4, 4, 4), "b": random(4, 4)}, {"x": random(6, 4)}
+    mesh, table = Mesh(pp=2), schedules.zb_h1(2, 3)
+    layouts = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh, ("pp",)), params)
+    sim = simulate(evaluated(loss_fn, Pipeline(table, (2, 2))), mesh, params, batch, layouts=(layouts, None))
+    loss, metrics, whole = sim.globals()
+    part, others = loss_fn(params, batch)[0]["own"], [loss_fn(params, {"x": x})[1] for x in batch["x"].chunk(3)]
+    assert whole
+    torch.testing.assert_close(loss, part.total / part.count, rtol=1e-13, atol=0)
+    torch.testing.assert_close(metrics["own/count"], part.count.double(), rtol=0, atol=0)
+    largest = torch.stack([one["largest"] for one in others]).mean()
+    torch.testing.assert_close(metrics["largest"], largest, rtol=1e-13, atol=0)
 
 
 def test_a_list_of_stacks():
