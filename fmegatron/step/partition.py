@@ -208,7 +208,7 @@ def partition(joint: Joint, policy: Policy) -> Partition:
     residuals = [n for n in wanted if n.op != "placeholder" and n.name in used]
 
     def part(inputs, outputs, which):
-        return graph_module_of(graph_module, extract_subgraph(graph, inputs, outputs, which))
+        return graph_module_of(graph_module, _without_unread(extract_subgraph(graph, inputs, outputs, which)))
 
     def values(nodes):
         return [n.meta["val"] for n in nodes]
@@ -223,6 +223,17 @@ def partition(joint: Joint, policy: Policy) -> Partition:
         taken=joint.taken,
         residual_bytes=sum(v.numel() * v.element_size() for v in values(residuals)),
     )
+
+
+def _without_unread(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """torch keeps what nobody reads where its kernel might draw random numbers: the attention whose results are saved
+    would be computed once more in the backward, by a backend that runs the graph op by op."""
+    for node in reversed(graph.nodes):
+        seeded = isinstance(node.target, Op) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if seeded and not node.users and not torch_private.schema_of(node.target).is_mutable:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return graph
 
 
 def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:

@@ -125,6 +125,15 @@ def test_a_callable_policy_saves_what_it_picks():
     assert residuals and all(CALLABLE(n) for n in residuals)
 
 
+def test_attention_that_is_saved_is_not_computed_again(graphs):
+    """Nor left in the backward for nobody: torch does not drop operators that may draw random numbers."""
+    forward, backward = opaque_entries(graphs[1])
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    targets = [[getattr(n.target, "_opname", "") for n in e.graph_module.graph.nodes] for e in (forward, backward)]
+    assert targets[0].count(name) == 1 and targets[1].count(name) == 0
+    assert targets[1].count(f"{name}_backward") == 1
+
+
 def test_recomputation_is_in_the_backward():
     def products(save):
         return [len(g.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
