@@ -10,17 +10,60 @@ import socket
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from fmegatron.collectives.torch_private import group_named
 
+# What NCCL's groups read when they are made; what is set already stays. Its watchdog cleans up after an error and lets
+# the process live (2, CleanUpOnly), so that a run can renew its world; the last collectives are recorded, and written
+# to a file when one takes too long, under the name of torch since 2.9 and the one before.
+OF_NCCL = MappingProxyType(
+    {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    }
+)
 
-def start(store: dist.Store | None, rank: int, size: int, backend: str, timeout_s: float) -> None:
-    """Make the default process group."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+def start(store: dist.Store | None, rank: int, size: int, backend: str, timeout_s: float, device: torch.device) -> None:
+    """Make the default process group. With NCCL it is told the device, on which it opens its communicator at once; and
+    ValueError, before it does, where another rank has the same one."""
+    timeout, of_nccl = datetime.timedelta(seconds=timeout_s), "nccl" in backend
+    if of_nccl:
+        for name, value in OF_NCCL.items():
+            os.environ.setdefault(name, value)
+        if store is not None:
+            require_own_device(store, rank, str(torch.cuda.get_device_properties(device).uuid))
+    own = device if of_nccl else None
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
+
+
+def require_own_device(store: dist.Store, rank: int, uuid: str) -> None:
+    """ValueError where another rank has come to this store with the same device before.
+
+    store: of this start of the job, empty before. uuid: of the device, another one for each in all of the world.
+    """
+    first = store.compare_set(f"device/{uuid}", "", str(rank)).decode()
+    if first != str(rank):
+        raise ValueError(
+            f"connect: ranks {first} and {rank}: got the GPU {uuid} for both, wanted one for each, as NCCL refuses "
+            "two; start as many processes as there are GPUs, or give connect(..., backend='gloo'), slow, for a trial"
+        )
+
+
+def make_current(device: torch.device) -> torch.device:
+    """A device as the current one of this process, with its number: what allocates without naming one is there too,
+    and nothing of this process is opened on another GPU."""
+    if device.type != "cuda":
+        return device
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def control_group(device: torch.device, timeout_s: float) -> dist.ProcessGroup | None:

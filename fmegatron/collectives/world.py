@@ -25,6 +25,7 @@ from fmegatron.collectives.process_group import (
     end_reading,
     known_group,
     last_references,
+    make_current,
     noting_sockets,
     start,
 )
@@ -76,9 +77,9 @@ class World:
     def alone(cls, device: str | torch.device | None = None) -> World:
         """The world of a single process, whatever else runs: one rank, no process group.
 
-        device: default the first CUDA device where there is CUDA, else the CPU.
+        device: default the first CUDA device where there is CUDA, else the CPU. It becomes the current one.
         """
-        return cls(Mesh(), 0, torch.device(default_device(0) if device is None else device))
+        return cls(Mesh(), 0, make_current(torch.device(default_device(0) if device is None else device)))
 
     def __repr__(self) -> str:
         return f"World({self.mesh}, rank {self.rank} of {self.size}, {self.device})"
@@ -389,7 +390,7 @@ class World:
         self._sockets.clear()
         self._aborted.clear()
         with noting_sockets(self._sockets):
-            start(store, self.rank, self.size, self._backend, self._timeout_s)
+            start(store, self.rank, self.size, self._backend, self._timeout_s, self.device)
             self._control = control_group(self.device, self._timeout_s)
 
     def close(self) -> None:
@@ -425,11 +426,12 @@ def connect(
 ) -> World:
     """Bind a mesh to the processes that torchrun (or srun, or an existing process group) started; size 1 needs none.
 
-    device: default cuda:LOCAL_RANK where there is CUDA, else cpu. backend: default nccl with gloo for the CPU on CUDA,
-    else gloo. timeout_s: how long a collective may take before it is an error. A process group that this call starts is
-    closed with `World.close`, at the latest when Python exits; after that, and after a restart by torchrun, `connect`
-    makes another that knows nothing of the one before.
-    Raises ValueError when the mesh and the number of processes disagree, TimeoutError for ranks that do not come.
+    device: default cuda:LOCAL_RANK where there is CUDA, else cpu; it becomes the current one. backend: default nccl
+    with gloo for the CPU on CUDA, else gloo. timeout_s: how long a collective may take before it is an error. A process
+    group that this call starts is closed with `World.close`, at the latest when Python exits; after that, and after a
+    restart by torchrun, `connect` makes another that knows nothing of the one before.
+    Raises ValueError when the mesh and the number of processes disagree, and for two ranks on one GPU, which NCCL
+    refuses; TimeoutError for ranks that do not come.
     """
     adopt_slurm(os.environ)
     device = torch.device(default_device(os.environ.get("LOCAL_RANK", 0)) if device is None else device)
@@ -445,10 +447,9 @@ def connect(
             f"connect: got mesh {mesh}, which has {mesh.size} ranks, wanted {size}, since {size} "
             f"process{'es' if size > 1 else ''} run; {fix}"
         )
+    device = make_current(device)
     if not launched:
         return World(mesh, 0, device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     if dist.is_initialized():
         return World(mesh, dist.get_rank(), device, control_group(device, timeout_s))
     # The store may be torchrun's, which outlives a restart: an address in it may be that of a dead process.

@@ -1,10 +1,13 @@
 """World: of a single process, and where a rank's tensors are."""
 
+import os
+import types
+
 import pytest
 import torch
 
 from fmegatron import checkpoint
-from fmegatron.collectives import World
+from fmegatron.collectives import World, connect, process_group
 from fmegatron.layout import Layout, Mesh
 
 
@@ -54,3 +57,54 @@ def test_replicas_and_their_fallback_have_one_world(tmp_path):
     local = checkpoint.LocalReplicas(tmp_path / "a", "run", copies=1)
     with pytest.raises(ValueError, match="got a fallback of 2 ranks, wanted one of 1; give the Manager the same world"):
         local.restore_latest({}, fallback=checkpoint.Manager(tmp_path / "b", world=other))
+
+
+# ---- devices of CUDA, of which there is none here --------------------------------------------------------------------
+@pytest.fixture
+def cuda(monkeypatch):
+    """What is asked of CUDA, in order: ("current", 3), ("start", backend, device_id, NCCL's variables)."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(("current", device.index)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    properties = types.SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name in process_group.OF_NCCL:
+        monkeypatch.setenv(name, "")  # so that it is as it was when the test ends
+        monkeypatch.delenv(name)
+
+    def started(backend, device_id, **_):
+        asked.append(("start", backend, device_id, [os.environ.get(name) for name in process_group.OF_NCCL]))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", started)
+    return asked
+
+
+def test_a_device_of_a_world_of_one_becomes_the_current_one(cuda, monkeypatch):
+    """What allocates without naming a device then opens nothing on another GPU."""
+    for name in ("WORLD_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert connect(Mesh(), device="cuda:3").device == torch.device("cuda", 3)
+    assert World.alone("cuda").device == torch.device("cuda", 1)
+    assert cuda == [("current", 3), ("current", 1)]
+    World.alone("cpu")
+    assert len(cuda) == 2
+
+
+def test_nccl_knows_its_device_and_records_what_it_does_before_it_starts(cuda, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    device, store = torch.device("cuda", 0), torch.distributed.HashStore()
+    process_group.start(store, 0, 2, "cpu:gloo,cuda:nccl", 60, device)
+    assert cuda == [("start", "cpu:gloo,cuda:nccl", device, ["2", "1", "7", "2000"])]
+    process_group.start(store, 0, 2, "gloo", 60, device)
+    assert cuda[1][1:3] == ("gloo", None)
+
+
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_starts(cuda):
+    device, store = torch.device("cuda", 0), torch.distributed.HashStore()
+    process_group.start(store, 0, 2, "nccl", 60, device)
+    with pytest.raises(ValueError, match="ranks 0 and 1: got the GPU GPU-1 for both, .* backend='gloo'"):
+        process_group.start(store, 1, 2, "nccl", 60, device)
+    assert len(cuda) == 1
+    process_group.start(store, 1, 2, "gloo", 60, device)
+    process_group.start(torch.distributed.HashStore(), 1, 2, "nccl", 60, device)  # the job's next start
+    assert len(cuda) == 3
