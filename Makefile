@@ -20,7 +20,7 @@ OTHER := $(foreach of,$(GIVEN),$(shell grep -qxF '$(of)' $(STAMP) 2>/dev/null ||
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help env demo test test-all lint format notebooks bench-peers-env clean
+.PHONY: FORCE help env demo test test-all check-cuda check-cuda-all lint format notebooks bench-peers-env clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml $(if $(OTHER),FORCE)
 	@$(PY) -m pip install -qq --disable-pip-version-check '$(TORCH)'
 	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[$(EXTRAS)]'; \
 		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'; fi
-	@rm -f $@-more && printf '%s\n' 'TORCH=$(TORCH)' 'EXTRAS=$(EXTRAS)' 'PYTHON=$(PYTHON)' > $@
+	@rm -f $@-more $@-cuda && printf '%s\n' 'TORCH=$(TORCH)' 'EXTRAS=$(EXTRAS)' 'PYTHON=$(PYTHON)' > $@
 
 demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample, plot: under 10 minutes on 2 cores
 	@$(PY) experiments/demo.py
@@ -56,6 +56,18 @@ $(VENV)/.stamp-more: $(STAMP)
 	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[logs,data,eval]'; \
 		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[logs,data,eval]'; fi
 	@touch $@
+
+# Triton with its assembler is 700 MB: an extra of its own. What was assembled is kept in the user's folder of caches.
+$(VENV)/.stamp-cuda: $(STAMP)
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(PY) -e '.[cuda-check]'; \
+		else $(PY) -m pip install -qq --disable-pip-version-check -e '.[cuda-check]'; fi
+	@touch $@
+
+check-cuda: $(VENV)/.stamp-cuda  ## what an H100 would make of the steps of a cover, without a GPU: minutes of 2 cores
+	@$(PY) -m tests.cuda.check $(ARGS)
+
+check-cuda-all: $(VENV)/.stamp-cuda  ## the same, and the code and machine code of every case
+	@$(PY) -m tests.cuda.check --all $(ARGS)
 
 lint: $(STAMP)  ## ruff (lint and format) and pyright (types); nothing is changed
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m basedpyright --level error

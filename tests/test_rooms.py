@@ -22,6 +22,7 @@ OPTIONAL = {
 }
 OPTIONAL |= {"mlflow", "opentelemetry", "pynvml"}
 OPTIONAL |= {"zstandard", "pyarrow", "datasets", "jinja2"}
+OPTIONAL |= {"triton"}
 # Peers of benchmarks, which run in an environment of their own.
 PEERS = {"jax", "orbax", "megatron", "transformers", "grain", "torchdata"}
 OPTIONAL_MODULES = {"torch.utils.tensorboard"}

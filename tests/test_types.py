@@ -72,7 +72,11 @@ def test_no_bare_any_in_public_signatures():
 def test_the_package_is_typed():
     assert (ROOT / "fmegatron" / "py.typed").exists()
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert settings["setuptools"]["package-data"]["fmegatron"] == ["py.typed", "checkpoint/FORMAT.md"]
+    assert settings["setuptools"]["package-data"]["fmegatron"] == [
+        "py.typed",
+        "checkpoint/FORMAT.md",
+        "plan/cuda/guard.cpp",
+    ]
     checked = settings["basedpyright"]
     assert checked["include"] == ["fmegatron"] and not {"exclude", "ignore", "strict"} & checked.keys()
 

@@ -8,6 +8,7 @@ view, an array of numpy, an UntypedStorage, what autograd has saved) stays their
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -113,11 +114,17 @@ class Donation:
     ):
         self.leaves, self.paths, self.newest = list(leaves), paths, newest
         self.positions = [leaf.position for leaf in self.leaves]
-        self.empty = [torch.empty(0, device=device) for device in devices]
+        self.devices = devices
         self.plain = [torch.Tensor] * len(self.leaves)
-        sample = torch.empty(1)  # how often a tensor, its storage and the object for that are counted, of no one else
+        # How often a tensor, its storage and the object for that are counted, of no one else.
+        sample = torch.empty(1, device="cpu")
         memory = sample.untyped_storage()
         self.alone = tensor_uses(sample), storage_uses(storage_number(memory)), sys.getrefcount(memory)
+
+    @functools.cached_property
+    def empty(self) -> list[torch.Tensor]:
+        """What the given leaves hold afterwards; made when a call ends, as compiling makes nothing on the device."""
+        return [torch.empty(0, device=device) for device in self.devices]
 
     def call(self, run: Callable, tensors: list, finish: Callable) -> Any:
         """`finish(memory of the leaves with new values, outputs of run)`; the given leaves are dead then.

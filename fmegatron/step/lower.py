@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from fmegatron.collectives import World, kinds, product_forms, real, table
@@ -15,11 +17,15 @@ class RankInputs:
     """The inputs that a lowered graph takes after its own: this rank's position along the axes that it asks for."""
 
     def __init__(self, axes: list[tuple[str, ...]], world: World | None):
-        self.axes = axes
-        self.tensors: list[torch.Tensor] = []
-        if axes:
-            assert world is not None, "`lower` has refused a graph that communicates"
-            self.tensors = [world.index_tensor(names) for names in axes]
+        self.axes, self._world = axes, world
+
+    @functools.cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """They are made when a graph is compiled: lowering makes nothing on the device."""
+        if not self.axes:
+            return []
+        assert self._world is not None, "`lower` has refused a graph that communicates"
+        return [self._world.index_tensor(names) for names in self.axes]
 
 
 def copy_module(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:

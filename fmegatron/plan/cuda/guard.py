@@ -1,0 +1,71 @@
+"""The guard: a small library, built here, with which a CPU build of torch traces fake CUDA tensors.
+
+It is loaded before torch into a process of its own (`environment`), so that nothing of it is ever in a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fmegatron.files import whole
+from fmegatron.plan.cuda.devices import Device
+
+__all__ = ["NoCompilerError", "build", "environment"]
+
+_FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC")
+
+
+class NoCompilerError(RuntimeError):
+    """There is no g++ that could build the guard."""
+
+
+def build(folder: str | os.PathLike | None = None) -> Path:
+    """The library's file for the torch that is installed; it is built (10 s) where the folder does not have it yet.
+
+    folder: of what is built, by the digest of its source, torch's version and the flags; None: "fmegatron" in the
+    user's folder of caches. Raises NoCompilerError without g++, and RuntimeError with what g++ wrote where it fails.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        raise NoCompilerError(
+            "plan: no g++ on the PATH: CUDA code is planned with a library that it builds; install it"
+        )
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    source = Path(__file__).with_name("guard.cpp")
+    folder = Path(caches, "fmegatron") if folder is None else Path(folder)
+    parts = (source.read_bytes(), torch.__version__.encode(), repr(_FLAGS).encode(), compiler.encode())
+    found = folder / f"guard-{hashlib.sha256(b' '.join(parts)).hexdigest()[:16]}.so"
+    if found.exists():
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    home, beside = Path(torch.__file__).parent, f"{found}.{os.getpid()}"
+    command = [compiler, *_FLAGS, f"-I{home}/include", str(source), f"-L{home}/lib", "-lc10", "-ltorch_cpu"]
+    done = subprocess.run([*command, "-o", beside], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"plan: {' '.join(command)} failed: {done.stderr[-2000:]}")
+    whole.take_name(beside, found, durable=False)
+    return found
+
+
+def environment(device: Device, guard: Path, cudnn: bool | None = None) -> Mapping[str, str]:
+    """The variables of a process in which torch believes that this device is there.
+
+    cudnn: whether torch prefers cuDNN's attention; None: as its builds for CUDA 13 do on this device.
+    """
+    prefers = device.prefers_cudnn if cudnn is None else cudnn
+    library = str(Path(torch.__file__).parent / "lib")
+    paths = [library, os.environ.get("LD_LIBRARY_PATH", "")]
+    return {
+        **os.environ,
+        "LD_PRELOAD": str(guard),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+        "FMEGATRON_CUDA_ARCH": str(device.arch),
+        "FMEGATRON_CUDA_CUDNN": str(int(prefers)),
+    }
