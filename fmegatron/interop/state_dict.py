@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor
 from fmegatron import checkpoint
 from fmegatron.checkpoint import Foreign, Source
 from fmegatron.checkpoint.calls.ranks import together
-from fmegatron.checkpoint.dicts import flat
+from fmegatron.checkpoint.dicts import described, flat
 from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.checkpoint.files import stores
 from fmegatron.checkpoint.reading import filling, mapping
 from fmegatron.collectives import World, connect
 from fmegatron.interop.dtensor import layout_of, mesh_of, to_dtensor
 from fmegatron.interop.flat import flat_items, nested, put
-from fmegatron.interop.stateful import Unmade, give_back, opened
+from fmegatron.interop.stateful import Renumbered, Unmade, give_back, opened, with_names
 from fmegatron.layout import Layout, Mesh
 from fmegatron.tree import layouts as layouts_of
 
@@ -104,7 +104,8 @@ def save_state_dict(
 ) -> None:
     """Save a state dict as a checkpoint of fmegatron: `checkpoint.save` of what `from_state_dict` finds.
 
-    Modules, optimizers and others that have a state dict may stand in it themselves.
+    Modules, optimizers and others that have a state dict may stand in it themselves; of an optimizer beside its module
+    the names of the parameters are saved, by which its state is loaded.
 
     Args:
         path: where to save.
@@ -120,9 +121,10 @@ def save_state_dict(
     with _world(world) as ranks:
 
         def prepare():
-            state, _ = opened(state_dict)
+            state, pairs = opened(state_dict)
             tree, layouts, values = from_state_dict(state, _device_mesh(state) or world)
-            return tree, layouts, values_of.with_state(metadata, values, flat.flatten(state).containers)
+            containers = with_names(state, pairs, flat.flatten(state).containers)
+            return tree, layouts, values_of.with_state(metadata, values, containers)
 
         tree, layouts, words = together(ranks, f"saving the state dict to {stores.open_store(path).text}", prepare)
         _check_same(ranks, words[values_of.VALUES])
@@ -165,10 +167,14 @@ def load_state_dict(
     """
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
-    unmade = Unmade(state, pairs)
+    unmade, numbers = Unmade(state, pairs), Renumbered(state, pairs, {})
 
     def ask(offer: filling.Offer) -> filling.Asked:
+        nonlocal unmade, numbers
         unmade.undo()
+        numbers.undo()
+        numbers = Renumbered(state, pairs, described.stored_containers(offer.source.metadata))
+        unmade = Unmade(state, pairs)
         # The state of optimizers that have not made it themselves, as what is stored has it.
         unmade.make(offer.arrays | dict.fromkeys(offer.values), offer.is_sharded, ranks.size)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -179,10 +185,12 @@ def load_state_dict(
             done = filling.fill(path, ask, ranks, strict=strict, rules=rules, cast=cast, verify=verify)
         except BaseException:
             unmade.undo()
+            numbers.undo()
             raise
         keys = {p: keys for p, (keys, _) in flat_items(state).items()}
         for p, value in done.values.items():
             put(state, keys[p], value)
+        numbers.finish()
         give_back(state, state_dict)
         for value, inner in pairs:
             value.load_state_dict(inner)

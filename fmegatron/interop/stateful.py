@@ -106,6 +106,86 @@ class Unmade:
             del state[number]
 
 
+# ---- parameters by name
+
+
+def with_names(state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]], containers: Mapping[str, Any]) -> dict:
+    """`containers`, in which the state of an optimizer has the names of its parameters, by number, where the modules
+    of the state dict have all of them."""
+    found = dict(containers)
+    for keys, _, names in _named(state, pairs):
+        path = "/".join(map(str, (*keys, "state")))
+        if names is not None and isinstance(found.get(path), dict):
+            found[path] = {**found[path], "names": {str(number): name for number, name in names.items()}}
+    return found
+
+
+class Renumbered:
+    """The state dicts of optimizers with the numbers that a checkpoint gives to parameters of these names.
+
+    Two programs may register the same parameters in another order; torch's state dicts number them. `finish` gives each
+    group its own parameters back, when values have been filled.
+    """
+
+    def __init__(self, state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]], containers: Mapping[str, Any]):
+        self._undo: list[tuple[dict, dict, list[list]]] = []
+        self._groups: list[tuple[dict, list]] = []
+        for keys, inner, names in _named(state, pairs):
+            path = "/".join(map(str, (*keys, "state")))
+            kind = containers.get(path)
+            stored = kind.get("names") if isinstance(kind, dict) else None
+            if names is None or not isinstance(stored, dict):
+                continue
+            numbers = {name: int(number) for number, name in stored.items() if str(number).isdecimal()}
+            if set(numbers) != set(names.values()):
+                lost = sorted(set(numbers) ^ set(names.values()))
+                raise ValueError(
+                    f"{path}: got an optimizer of other parameters than the checkpoint's, wanted the same names: "
+                    f"{', '.join(map(str, lost[:5]))}; give the optimizer the parameters that were saved"
+                )
+            new = {number: numbers[name] for number, name in names.items()}
+            if all(a == b for a, b in new.items()):
+                continue
+            old = [list(group["params"]) for group in inner["param_groups"]]
+            self._undo.append((inner, inner["state"], old))
+            inner["state"] = {new[number]: x for number, x in inner["state"].items()}
+            for group, own in zip(inner["param_groups"], old, strict=True):
+                group["params"] = [new[number] for number in own]
+                self._groups.append((group, group["params"]))
+
+    def finish(self) -> None:
+        """The numbers of each group's own parameters, in their order, which torch loads by."""
+        for group, numbers in self._groups:
+            if sorted(group["params"]) != sorted(numbers):
+                raise ValueError(
+                    "param_groups: got other parameters in a group than the checkpoint has there, wanted the same; "
+                    "give the groups the parameters that they were saved with"
+                )
+            group["params"] = numbers
+
+    def undo(self) -> None:
+        """As the state dicts were."""
+        for inner, state, old in self._undo:
+            inner["state"] = state
+            for group, own in zip(inner["param_groups"], old, strict=True):
+                group["params"] = own
+        self._undo, self._groups = [], []
+
+
+def _named(state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[tuple[tuple, dict, dict | None]]:
+    """(keys, state dict, {number: name of the parameter}) of every optimizer; None where a name is not known, or is
+    another's, too."""
+    known: dict[int, str] = {}
+    for value, _ in pairs:
+        if isinstance(value, torch.nn.Module):
+            for name, x in value.named_parameters():
+                known.setdefault(id(x), name)
+    for keys, inner, parameters in _optimizers(state, (), {id(inner): value for value, inner in pairs}):
+        names = {number: known.get(id(x), "") for number, x in parameters.items() if type(number) is int}
+        whole = len(names) == len(parameters) == len(set(names.values())) and all(names.values())
+        yield keys, inner, names if whole else None
+
+
 def _optimizers(state: Any, keys: tuple, owners: Mapping[int, Any]) -> Iterator[tuple[tuple, dict, dict]]:
     """(keys, state dict, {number: parameter, or None where it is not known}) of every optimizer's state dict."""
     if isinstance(state, dict) and isinstance(state.get("state"), dict) and isinstance(state.get("param_groups"), list):

@@ -1,0 +1,71 @@
+"""Moments belong to the parameters of their names, in whatever order two programs register them."""
+
+import pytest
+import torch
+
+from fmegatron import interop
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, order, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        for name in order:
+            setattr(self, name, torch.nn.Linear(4, 4))
+
+    def forward(self, x):
+        return sum(getattr(self, name)(x) * (i + 2) for i, name in enumerate(sorted(dict(self.named_children()))))
+
+
+def trained(net, optimizer, steps=3):
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+
+
+def grouped(net, turn=1):
+    decays = [x for name, x in net.named_parameters() if "weight" in name][::turn]
+    others = [x for name, x in net.named_parameters() if "weight" not in name][::turn]
+    return torch.optim.AdamW([{"params": decays, "lr": 1e-2}, {"params": others, "weight_decay": 0.0}], lr=2e-2)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("order", ["abc", "bca", "cba"])
+def test_another_order_of_registration(tmp_path, order, fresh, groups):
+    make = grouped if groups else lambda net, turn=1: torch.optim.AdamW(net.parameters(), lr=1e-2)
+    net, other = Layers("abc"), Layers(order, 1)
+    optimizer, another = make(net), make(other, -1)
+    trained(net, optimizer)
+    if not fresh:
+        trained(other, another, 1)
+    interop.save_state_dict(tmp_path / "c", {"model": net, "optimizer": optimizer})
+    own = [[id(x) for x in group["params"]] for group in another.param_groups]
+    interop.load_state_dict(tmp_path / "c", {"model": other, "optimizer": another})
+    assert own == [[id(x) for x in group["params"]] for group in another.param_groups]
+    of = dict(net.named_parameters())
+    for name, x in other.named_parameters():
+        for key, value in optimizer.state[of[name]].items():
+            assert torch.equal(another.state[x][key], value), (name, key)
+    trained(net, optimizer)
+    trained(other, another)
+    assert all(torch.equal(x, of[name]) for name, x in other.named_parameters())
+
+
+def test_other_parameters_are_refused(tmp_path):
+    """By their names; and nothing is changed. State dicts have no names: they go by number, as torch's do."""
+    net, other = Layers("abc"), Layers("abd")
+    optimizer = torch.optim.AdamW(net.parameters())
+    another = torch.optim.AdamW(other.parameters())
+    trained(net, optimizer)
+    interop.save_state_dict(tmp_path / "c", {"model": net, "optimizer": optimizer})
+    with pytest.raises(ValueError, match="wanted the same names: c.bias, c.weight, d.bias, d.weight"):
+        interop.load_state_dict(tmp_path / "c", {"model": other, "optimizer": another})
+    assert not another.state
+    state = {"optimizer": torch.optim.AdamW(Layers("abc").parameters()).state_dict()}
+    interop.load_state_dict(tmp_path / "c", state, strict="subset")
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], optimizer.state[net.a.weight]["exp_avg"])
+    moved = torch.optim.AdamW([{"params": [net.a.weight]}, {"params": [*net.parameters()][1:]}])
+    with pytest.raises(ValueError):
+        interop.load_state_dict(tmp_path / "c", {"model": net, "optimizer": moved})
