@@ -85,13 +85,13 @@ class Directory:
 
     A path joins the keys under which the state dict held a tensor by '/', where the directory has them
     (torch's default planner); else it is torch's flat name.  digest: 63 bits of the xxh3_64 of `.metadata`.
-    containers: "list" by path, of those that the planner walked into.
+    containers: of those that the planner walked into, by path, what paths leave open.
     """
 
     root: str
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredObject]
-    containers: dict[str, str]
+    containers: dict[str, Any]
     digest: int = 0
 
 
@@ -200,7 +200,7 @@ def _parse(root: str, value: Any, where: str) -> Directory:
             tensors[path] = _tensor(path, name, _fields(entry, "TensorStorageMetadata"), places)
     if disk.is_file(common := os.path.join(root, "common.pt")) and COMMON not in tensors and COMMON not in objects:
         objects[COMMON] = StoredObject(COMMON, COMMON, Place("common.pt", 0, os.path.getsize(common)))
-    return Directory(root, tensors, objects, _planner_lists(fields.get("planner_data")))
+    return Directory(root, tensors, objects, _planner_containers(fields.get("planner_data")))
 
 
 def _tensor(path: str, name: str, fields: dict[str, Any], places: dict) -> StoredTensor:
@@ -248,14 +248,21 @@ def _planner_paths(value: Any) -> dict[str, str]:
     }
 
 
-def _planner_lists(value: Any) -> dict[str, str]:
-    """The paths of lists: whose items the planner's table numbers."""
-    lists, dicts = set(), set()
+def _planner_containers(value: Any) -> dict[str, Any]:
+    """What paths leave open, by path, as a save of ours states it: lists, whose items the planner's table numbers, and
+    dicts with a key that holds a "/"."""
+    items: dict[str, dict[Any, None]] = {}
     for name in _planner_paths(value):
         keys = value[name]
         for i, key in enumerate(keys):
-            (lists if type(key) is int else dicts).add("/".join(map(str, keys[:i])))
-    return dict.fromkeys(sorted(lists - dicts), "list")
+            items.setdefault("/".join(map(str, keys[:i])), {})[key] = None
+    found: dict[str, Any] = {}
+    for path, keys in sorted(items.items()):
+        if all(type(key) is int for key in keys):
+            found[path] = "list"
+        elif any(type(key) is str and "/" in key for key in keys):
+            found[path] = {"dict": list(keys)}
+    return found
 
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:

@@ -73,10 +73,10 @@ class DcpSource(Source):
     @property
     def metadata(self) -> Mapping[str, Any]:
         """What `fmegatron_to_dcp` has noted, the names of objects, and the plain values among them."""
-        values = self._read[0]
-        return self._named | (
-            {plain.VALUES: values, plain.CONTAINERS: dict(self._directory.containers)} if values else {}
-        )
+        values, containers = self._read[0], self._directory.containers
+        if not values and not containers:
+            return self._named
+        return self._named | {plain.VALUES: values, plain.CONTAINERS: dict(containers)}
 
     @property
     def unread(self) -> tuple[str, ...]:

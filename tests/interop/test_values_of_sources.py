@@ -55,6 +55,16 @@ def test_plain_values_of_a_dcp_directory(tmp_path, quiet):
         checkpoint.restore(source, {("epochs" if key == "epoch" else key): x for key, x in empty.items()})
 
 
+def test_lists_of_tensors_alone_and_keys_with_a_slash(tmp_path, quiet):
+    """Also where no plain value is beside them."""
+    state = {"a": [torch.ones(2), torch.zeros(3)]}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert same(checkpoint.restore(interop.source(tmp_path / "a")), state)
+    keys = {"b": {"x/y": 1, "w": {"0/1": [2, {"q": 3}]}}}
+    dcp.save(keys, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert same(checkpoint.restore(interop.source(tmp_path / "b")), keys)
+
+
 def test_what_is_no_plain_value_is_named(tmp_path, quiet):
     """Code, and tensors inside of objects: never dropped in silence."""
     state = {"w": torch.ones(2), "step": 3, "half": fractions.Fraction(1, 2), "rows": [{"n": 1, "x": torch.ones(2)}]}
