@@ -41,7 +41,9 @@ def described(schedule: str, sizes: Sizes, ranks: int) -> step.Description:
     """Our step by stages."""
     config, _, batch = sizes.setup()
     parts = step.Pipelining(schedule).of(M)
-    return model.build(config, optim.adamw(LR), Mesh(pp=ranks), tuple(batch["tokens"].shape), microbatches=parts)
+    return model.build(
+        config, optim.adamw(LR), Mesh(pp=ranks), (len(batch["tokens"]), config.max_seq), microbatches=parts
+    )
 
 
 # ---- on a rank -------------------------------------------------------------------------------------------------------
@@ -56,7 +58,7 @@ def form(name: str, sizes: Sizes, backend: str):
     world = connect(value_mesh := Mesh(pp=dist.get_world_size()))
     train, rows = step.jit(value.function, donate=0, world=world, backend=backend), tree.layouts(value.batch)
     held = [tree.init(value.state, 0, world.rank)]
-    given = tree.place({key: x for key, x in batch.items()}, rows, world.rank)
+    given = tree.place(dict(batch), rows, world.rank)
     assert tree.leaves(rows)[0].mesh == value_mesh
 
     def one() -> float:
@@ -70,7 +72,7 @@ def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: 
     """Losses of the first steps of both forms, and seconds in each round."""
     forms = [form(name, sizes, backend) for name in names]
     losses = [[one() for _ in range(STEPS)] for one in forms]
-    return {"losses": losses, "pairs": paired_seconds(*forms, rounds, before=dist.barrier)}
+    return {"losses": losses, "pairs": paired_seconds(forms[0], forms[1], rounds, before=dist.barrier)}
 
 
 # ---- what is exact ---------------------------------------------------------------------------------------------------
@@ -82,8 +84,9 @@ def plan_of(schedule: str, sizes: Sizes, ranks: int):
         tree.layouts((value.state, value.batch)),
     )
     placed = [tree.place(x, tree.layouts(of)) for x, of in zip(empty, (value.state, value.batch), strict=True)]
-    graph = step.trace(value.function, placed).graph_module.graph
+    graph = step.trace(value.function, tuple(placed)).graph_module.graph
     (entry,) = [e for e in opaque_entries(graph) if isinstance(e, PipelineEntry)]
+    assert entry.plan is not None, "who made it knows how it is computed"
     return entry.plan
 
 
@@ -95,7 +98,7 @@ def counts(sizes: Sizes, where: str) -> None:
         sent = messages(plan.table)
         report(f"{schedule}_messages", [len(sent)], unit="messages", bar=f"<= {2 * (ranks - 1) * M}", where=where)
         pairs = {"F": plan.parts.forward, "B": plan.parts.backward}
-        nbytes = sum(plan.like(m.kind, m.stage, pairs[m.kind][m.stage][0]).nbytes for m in sent)
+        nbytes = sum(plan.like(m.kind, m.stage, pair[0]).nbytes for m in sent if (pair := pairs[m.kind][m.stage]))
         least = 2 * (ranks - 1) * batch["tokens"].numel() * config.dim * config.compute_dtype.itemsize
         report(f"{schedule}_bytes", [nbytes / least], unit="ratio", against="activations and gradients", bar="<= 1.0",
                where=where)  # fmt: skip
@@ -130,7 +133,7 @@ def host(plan, where: str) -> None:
 
     def once() -> float:
         rank = RankOfPipeline(plan, 0, inputs, brought, run, lambda f, *values: f(*values))
-        rank.add = rank.held.add = lambda *_: None  # sums are no time of the host
+        rank.held.add = lambda *_: None  # sums are no time of the host
         began = time.perf_counter()
         for item in program:
             if isinstance(item, Action):

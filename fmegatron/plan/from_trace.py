@@ -24,10 +24,9 @@ from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.stages import staged
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, counted
-from fmegatron.step import Description, Overlap, buckets, jitted, passes
+from fmegatron.step import Description, Overlap, buckets, jitted, opaque, passes
 from fmegatron.step.graph import nodes
 from fmegatron.step.overlap import schedule
-from fmegatron.step.pipeline.entry import BoundPipeline
 from fmegatron.step.streamed import Streamed
 from fmegatron.step.timelines import events, planned
 from fmegatron.tree import checks, labels, structure
@@ -324,9 +323,9 @@ def _count_of(bound: Any, known: dict[str, Counted]) -> Counted:
     """The memory of what an opaque node runs."""
     if isinstance(bound, Streamed):
         return _streamed(bound)
-    if isinstance(bound, BoundPipeline):
-        return staged(bound, lambda part: _count_of(part, known))
-    return _count(bound.program, known, bound.label)
+    if isinstance(bound, opaque.Bound):
+        return _count(bound.program, known, bound.label)
+    return staged(bound, lambda part: _count_of(part, known))
 
 
 def _streamed(update: Streamed) -> Counted:

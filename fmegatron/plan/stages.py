@@ -10,15 +10,14 @@ import torch
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, made_by
 from fmegatron.step.graph import nodes
-from fmegatron.step.pipeline import run
-from fmegatron.step.pipeline.entry import BoundPipeline, RankOfPipeline
-from fmegatron.step.pipeline.table import Action, Message, programs
 
 __all__ = ["staged"]
 
 
-def staged(bound: BoundPipeline, count: Callable[[Any], Counted]) -> Counted:
-    """The memory of one call of a pipeline above its arguments. count: of a compiled part, the memory of a call of it.
+def staged(bound: Any, count: Callable[[Any], Counted]) -> Counted:
+    """The memory of one call of a pipeline above its arguments.
+
+    bound: the `BoundPipeline`. count: of a compiled part, the memory of a call of it.
 
     Between F, B and W a rank holds what the table says, what it has received and not read, what it sent last, and the
     sums of its gradients. phases: the peak of the parts of each kind of action, and of the end.
@@ -29,27 +28,12 @@ def staged(bound: BoundPipeline, count: Callable[[Any], Counted]) -> Counted:
         inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in plan.fakes]
         live = _Live(inputs, counts)
         brought = () if bound.begin is None else live.results(plan.first())
-        rank = RankOfPipeline(plan, bound.rank, inputs, brought, live.part, lambda f, *values: f(*values))
-        live.rank = rank
+        live.rank = rank = bound.on_paper(inputs, brought, live.part)
         if bound.begin is not None:
-            live.kind = "begin"
+            live.before("begin", [])
             live.see(count(bound.begin))
-        sent, coming = list[torch.Tensor](), dict[tuple, tuple[Message, torch.Tensor]]()
-        for item in programs(plan.table)[bound.rank]:
-            live.beside = [*sent, *(x for _, x in coming.values())]
-            if isinstance(item, Action):
-                for key in run.awaited(item):
-                    if key in coming:
-                        rank.held.receive(*coming.pop(key))
-                live.kind = item.kind
-                rank.held.do(item)
-            elif item.source == bound.rank:
-                sent = [rank.held.sent(item)]
-            else:
-                coming[item.kind, item.reader, item.microbatch] = item, bound.like(item)
-        live.beside, live.kind = sent, "end"
-        rank.held.end()
-        live.beside = [x for xs in rank.shares() for x in xs]
+        bound.walk(rank, live.before)
+        live.before("end", [x for xs in rank.shares() for x in xs])
         live.see(count(bound.end))
     outs = nodes.items_of(bound.graph_module.graph.output_node().args[0])
     returned = sum(node.meta["val"].nbytes for node in outs)
@@ -62,10 +46,14 @@ class _Live:
 
     def __init__(self, inputs: list[torch.Tensor], counts: dict[Any, Counted]):
         self.inputs, self.counts, self.kind = inputs, counts, ""
-        self.rank: RankOfPipeline | None = None
+        self.rank: Any = None
         self.beside: Iterable[torch.Tensor] = ()
         self.peak, self.held, self.phases = 0, list[Held](), dict[str, int]()
         self.made: dict[torch.UntypedStorage, tuple[str, str, str]] = {}  # storage -> (part, operator, line)
+
+    def before(self, kind: str, beside: list[torch.Tensor]) -> None:
+        """An action of this kind comes next, with this alive outside of `rank`."""
+        self.kind, self.beside = kind, beside
 
     def part(self, part: Any, values: list) -> list[torch.Tensor]:
         """A part's results; its peak is seen beside what is alive."""

@@ -24,7 +24,7 @@ from fmegatron.step.operators import defined, free_name
 from fmegatron.step.passes import Target
 from fmegatron.step.pipeline.cut import GRADS, Parts
 from fmegatron.step.pipeline.parts import layer_of
-from fmegatron.step.pipeline.run import Held, over_ranks
+from fmegatron.step.pipeline.run import Held, on_paper, over_ranks
 from fmegatron.step.pipeline.table import Message, Table
 from fmegatron.step.reduce import raw_gradient_layout
 from fmegatron.step.torch_private import graph_module_of, outside_of_tracing
@@ -355,6 +355,14 @@ class BoundPipeline:
             )
             over_ranks(rank.held, self.world, self.like)
             return rank.results(self.end.op([*tensors, *(x for xs in rank.shares() for x in xs)]))
+
+    def on_paper(self, inputs: list, brought: Sequence, part: Callable) -> RankOfPipeline:
+        """This rank, whose parts are run by `part` (entry, values)."""
+        return RankOfPipeline(self.plan, self.rank, inputs, brought, part, _apply)
+
+    def walk(self, rank: RankOfPipeline, before: Callable[[str, list[torch.Tensor]], None]) -> list[torch.Tensor]:
+        """`run.on_paper` of this rank."""
+        return on_paper(rank.held, self.like, before)
 
     def like(self, message: Message) -> torch.Tensor:
         """A tensor like what a message carries."""

@@ -12,7 +12,7 @@ from fmegatron.collectives import World, waiting
 from fmegatron.step.pipeline.cut import Parts
 from fmegatron.step.pipeline.table import Action, Message, Table, programs
 
-__all__ = ["Doing", "Held", "over_ranks"]
+__all__ = ["Doing", "Held", "on_paper", "over_ranks"]
 
 
 class Held:
@@ -155,6 +155,31 @@ class Doing(NamedTuple):
         what = f"{message.kind}{message.stage}.{message.microbatch}"
         before = f" before{action}" if action else ""
         return f"{here} waits{before} for what {what} made to {way} rank {self.peers[other]} ({other} of pp)"
+
+
+def on_paper(
+    held: Held, like: Callable[[Message], torch.Tensor], before: Callable[[str, list[torch.Tensor]], None]
+) -> list[torch.Tensor]:
+    """The program of a rank without the others: what it receives is what `like` gives, and nothing is sent.
+
+    before: hears of each action its kind, and what is alive outside of `held`: what has come and is not read, and what
+    was sent last. Returns what is so behind the last.
+    """
+    sent, coming = list[torch.Tensor](), dict[tuple[str, int, int], tuple[Message, torch.Tensor]]()
+    for item in programs(held.table)[held.rank]:
+        if isinstance(item, Action):
+            beside = [*sent, *(x for _, x in coming.values())]
+            for key in awaited(item):
+                if key in coming:
+                    held.receive(*coming.pop(key))
+            before(item.kind, beside)
+            held.do(item)
+        elif item.source == held.rank:
+            sent = [held.sent(item)]
+        else:
+            coming[item.kind, item.reader, item.microbatch] = item, like(item)
+    held.end()
+    return sent
 
 
 def awaited(action: Action) -> list[tuple[str, int, int]]:
