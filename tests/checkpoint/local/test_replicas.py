@@ -195,6 +195,17 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     assert cluster.kept(0) == []
 
 
+def test_ranks_of_a_node_clean_it_together(tmp_path, monkeypatch):
+    """What one is about to remove another has removed: it looks again; for ever it does not."""
+    cluster = Cluster(tmp_path, 2, spacing=2, copies=1)
+    with monkeypatch.context() as patch:
+        fail_on(patch, 0, (FolderStore, "clean"), 1, FileNotFoundError)
+        assert cluster.save(1) == [None] * 2
+        patch.setattr(FolderStore, "clean", lambda *_: os.listdir(tmp_path / "never"))
+        assert all("never" in str(error) for error in cluster.save(2))
+    assert cluster.kept(0) == [(1, 0), (1, 1)]
+
+
 def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
     fail_on(monkeypatch, 1, WRITE, 3, KeyboardInterrupt)
     cluster = Cluster(tmp_path, 4)
