@@ -12,7 +12,7 @@ of a pending sum, psum of shards) mean something once they are reduced along the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
@@ -66,7 +66,9 @@ from fmegatron.step.checker.values import (
 Node = torch.fx.Node
 _SCANS = frozenset("cumsum cumprod logcumsumexp cummax cummin".split())
 # What a sum over the ranks is, of parts that are ..., and of which nothing is known of it.
-_SUM_OF = MappingProxyType(dict.fromkeys(("number", "maybe", "equal", "owed, of a mean"), "mean"))
+_SUM_OF: Mapping[str | None, str] = MappingProxyType(
+    dict.fromkeys(("number", "maybe", "equal", "owed, of a mean"), "mean")
+)
 _NO_SUM = frozenset(("exact", "either", "part", "mixed"))
 _DECLARE = 'declare(x, axis, forward="partial") says that its terms make up a sum; declare it where it is made'
 

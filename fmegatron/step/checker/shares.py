@@ -22,8 +22,8 @@ from fmegatron.step.graph.nodes import items_of
 Node = torch.fx.Node
 NO_MEAN = "divides a sum over the ranks by their number, of terms that are no means, as far as is known"
 # What a division by a number makes of a portion, and one by the number of ranks of what a number has divided.
-_AS_MEANS = MappingProxyType({"total": "mean", "owed": "owed, of a mean"})
-_MEANT = MappingProxyType({"mean": "either", "owed, of a mean": "owed", "number": "number/n"})
+_AS_MEANS: Mapping[str | None, str] = MappingProxyType({"total": "mean", "owed": "owed, of a mean"})
+_MEANT: Mapping[str | None, str] = MappingProxyType({"mean": "either", "owed, of a mean": "owed", "number": "number/n"})
 
 _TO_BE_SUMMED = "it is a gradient of a loss that is a sum over the ranks, of each rank's own term"
 _IS_A_SHARE = "it is what all ranks have, divided by their number, and no sum over them follows"
