@@ -94,6 +94,12 @@ def test_random_graphs():
         checked(seed)
 
 
+@pytest.mark.parametrize("seed", [68, 852])
+def test_what_was_repeated_and_summed_over_one_axis_may_be_complete_over_another(seed):
+    report, right = judged(seed) or (None, None)
+    assert report is not None and not report.ok and not right
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_thousand_random_graphs():

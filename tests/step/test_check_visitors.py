@@ -18,8 +18,6 @@ CONSTANTS = frozenset(
         ("deep_sets", "mean of the rank's"),
     )
 )
-# Right, and refused: a gather beside what other axes split, which a reduce-scatter of the same dim takes back. Open.
-REFUSED = "gathered_beside"
 
 
 def judged(name, bug, mesh):
@@ -31,7 +29,7 @@ def judged(name, bug, mesh):
 @pytest.mark.parametrize("name, bug", few(4, ALL))
 def test_none_is_mistaken(name, bug):
     report = judged(name, bug, MESHES[CASES[name].axes][0])
-    assert bug or name == REFUSED or not report.findings, report
+    assert bug or not report.findings, report
     assert not bug or not report.ok or (name, bug) in CONSTANTS, report
 
 
@@ -45,7 +43,7 @@ def test_the_numbers():
                 found[bool(bug), "found" if report.findings else "proven" if report.ok else "unproven"] += 1
     right, wrong = (sum(n for (is_wrong, _), n in found.items() if is_wrong == one) for one in (False, True))
     assert right >= 2 * 50 and wrong >= 2 * 50, found
-    assert found[False, "found"] == 2 and not found[True, "proven"], found  # REFUSED, on two meshes
+    assert not found[False, "found"] and not found[True, "proven"], found
     assert found[True, "found"] >= 0.88 * wrong and found[False, "unproven"] <= 0.08 * right, found
 
 

@@ -103,11 +103,33 @@ def _carried(scope: Scope, x: Value, axes: tuple[str, ...]) -> Value:
     return x.marked(marks) if marks else x
 
 
+def _taken_back(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: places.Place) -> Value | None:
+    """Of what stood beside the parts of other ranks, along another dim than that on which it is split, each rank takes
+    back what is its own: open, as what is beside it may have been mixed with it. None where nothing did."""
+    suspects = [mark for axis in axes if isinstance(mark := x.marks.get(axis), Suspect)]
+    if len(suspects) < len(axes) or len(dims := {*place.dims}) > 1 or places.FLAT in dims:
+        return None
+    for mark in suspects:
+        gather = kinds.collective_of(mark.node.target)
+        before = gather.type(*gather.each(mark.node.args[3:], 1)[0])[0] if gather and gather.type else None
+        if not isinstance(before, kinds.Sharded) or {*before.place.dims} != dims:
+            return None
+    d = dims.pop()
+    first = x.dims[d][:1]
+    if first != (Atom(scope.mesh.extent(axes), ()),):
+        return None
+    why = f"{suspects[0].what}; whether nothing has mixed the ranks' parts is not known"
+    own = x.with_dims(dim[1:] if e == d else dim for e, dim in enumerate(x.dims))
+    return own.marked({axis: scope.unknown(node, why) for axis in axes})
+
+
 def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: Any, after: Any, shape: Any) -> Value:
     match _over(axes, before), _over(axes, after):
         case kinds.Partial(kind), kinds.Replicated():
             return equal_over(axes, _zeros(_reduced(scope, node, x, axes, kind)))
         case kinds.Partial(kind), kinds.Sharded(place):
+            if (back := _taken_back(scope, node, x, axes, place)) is not None:
+                return back
             return _zeros(_cut(scope, node, _reduced(scope, node, x, axes, kind, scatters=True), axes, place))
         case kinds.Sharded(place), kinds.Replicated():
             whole = equal_over(axes, _gathered(scope, node, x, axes, place))
@@ -197,9 +219,10 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
     if x.constant is not None and wanted == "sum":
         ranks = {axis: Fraction(1) for axis in axes if scope.mesh[axis] > 1} if x.constant == 1 else NOTHING
         out = replace(out, constant=x.constant * scope.mesh.extent(axes), ranks=ranks)
-    # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis.
+    # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis. What is no
+    # count may as well be complete.
     still = [a for a in scope.mesh.names if x.equal_terms and scope.mesh[a] > 1 and out.replicated(a)]
-    portion = {**dict.fromkeys(still, "exact"), **out.portion}
+    portion = {**dict.fromkeys(still, "rows" if x.constant is None else "exact"), **out.portion}
     portion = {a: p for a, p in portion.items() if a not in axes}
     if wanted == "sum" and x.constant is None and not x.equal_terms:
         sums = [a for a in axes if x.pending(a, "sum") and a not in x.excess and marks[a] is None]
@@ -370,6 +393,9 @@ def _dim_gathered(
             terms[axis] = Fold("copies", axis, node)
         elif loose and isinstance(mark, Pending):
             marks[axis] = scope.unknown(node, f"all_gather of a pending {mark.kind}")
+        elif mark is None and x.shards(axis):
+            text = f"all_gather of {what} of a value that is {x.state(axis)}"
+            marks[axis] = suspected(node, text, "remove it, or gather the axis that shards it, on its dim")
         elif mark is None or isinstance(mark, Pending):
             text, birth = f"all_gather of {what} of a value that is {x.state(axis)}", mark.birth if mark else None
             marks[axis] = Wrong(node, text, "remove it, or gather the axis that shards it, on its dim", birth)
@@ -387,9 +413,7 @@ def _dim_gathered(
         after: Dim = (*beside(scope.mesh, axes, terms), *stripped(atoms, axes))
     elif constant:  # the same everywhere: of the parts of a dim, too
         after = (Atom(size_of(atoms) * n, UNIFORM),)
-    elif any(marks.values()) and not loose:
-        after = plain(size_of(atoms) * n)
-    elif vague:  # rank by rank
+    elif vague or (any(marks.values()) and not loose):  # rank by rank
         after = (Atom(n, ()), *stripped(atoms, axes))
     elif first.inner and not left:
         after = first.inner

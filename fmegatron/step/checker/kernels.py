@@ -311,6 +311,19 @@ def solved(scope: Scope, node: Node, given: dict) -> Any:
     return shaped if isinstance(metas, (list, tuple)) else shaped[0]
 
 
+def solved_by_factors(scope: Scope, node: Node, given: dict) -> Value | None:
+    """linalg_lu_solve: linear in B, whose columns are a system each."""
+    a, b = given["LU"], given["B"]
+    if not given["left"] or len(a.dims) != len(b.dims):
+        return None
+    pivots = _worked(scope, node, given["pivots"], (-1,), "function")
+    a = _worked(scope, node, a, (-2, -1), "function")
+    a = elementwise(
+        scope, node, "function", [a.with_dims((*a.dims[:-2], ())), pivots.with_dims((*pivots.dims[:-1], ()))]
+    )
+    return elementwise(scope, node, "product", [a.with_dims((*a.dims, ())), _worked(scope, node, b, (-2,), "same")])
+
+
 def distances(scope: Scope, node: Node, given: dict) -> Value:
     """cdist: x1[..., P, M], x2[..., R, M] -> [..., P, R]."""
     a, b = (_worked(scope, node, given[name], (-1,), "function") for name in ("x1", "x2"))
@@ -447,6 +460,7 @@ RULES: Rules = MappingProxyType(
     | dict.fromkeys(_MAXIMA.split(), on_last(2))
     | dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), transformed)
     | dict.fromkeys("_linalg_solve_ex linalg_solve_triangular triangular_solve cholesky_solve".split(), solved)
+    | {"linalg_lu_solve": solved_by_factors}
     | {
         "_cdist_forward": distances,
         "_cdist_backward": distances_backward,
