@@ -1,7 +1,8 @@
-"""A number of ranks that knows that it is one, so that the check knows a division by it from one by another number.
+"""A number of ranks, or a size of a rank's part, that knows that it is one, so that the check knows a division by it.
 
-`x / axes["dp"].size` is the same graph as `x / 2` on two ranks, and on one rank another: products, quotients and powers
-of such numbers know the axes and their powers, all else (sums, `float(n)`, numbers of tensors) makes plain numbers.
+`x / axes["dp"].size` is the same graph as `x / 2` on two ranks, and on one rank another, and so is `x / y.shape[0]`
+where `y` is sharded: products, quotients and powers of such numbers know of what they are made, and to which powers;
+all else (sums, `float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted at its node.
 """
 
 from __future__ import annotations
@@ -9,22 +10,53 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["RankCount", "RankShare", "of_ranks"]
+import torch
+
+__all__ = ["RankCount", "RankShare", "SizeOf", "of_ranks", "of_sizes"]
 
 _NONE: Mapping[str, Fraction] = MappingProxyType({})
 
 
+class SizeOf(NamedTuple):
+    """The size of a dim of what a node of a graph gives, on each rank."""
+
+    node: torch.fx.Node
+    dim: int
+
+    def ask(self) -> None:
+        """Note that Python was told it as a plain number."""
+        self.node.meta.setdefault("asked", set()).add(self.dim)
+
+
 def of_ranks(number: Any) -> Mapping[str, Fraction]:
     """{axis: power} of the numbers of ranks that a number is made of; empty for any other."""
-    return dict(number.over) if isinstance(number, (RankCount, RankShare)) else _NONE
+    if not isinstance(number, (RankCount, RankShare)):
+        return _NONE
+    return {key: power for key, power in number.over if isinstance(key, str)}
+
+
+def of_sizes(number: Any) -> Mapping[SizeOf, Fraction]:
+    """{size: power} of the sizes of a rank's parts that a number is made of; empty for any other."""
+    if not isinstance(number, (RankCount, RankShare)):
+        return MappingProxyType({})
+    return {key: power for key, power in number.over if isinstance(key, SizeOf)}
 
 
 class _OfRanks:
-    """over: ((axis, power), ...), of whose numbers of ranks it is the product, times a number of its own."""
+    """over: ((axis or SizeOf, power), ...), of whose numbers it is the product, times a number of its own."""
 
-    over: tuple[tuple[str, Fraction], ...] = ()
+    over: tuple[tuple[str | SizeOf, Fraction], ...] = ()
+
+    def __float__(self) -> float:
+        for key, _ in self.over:
+            if isinstance(key, SizeOf):
+                key.ask()
+        return float(_plain(self))
+
+    def __reduce__(self) -> Any:
+        return type(self), (_plain(self), tuple((key, power) for key, power in self.over if isinstance(key, str)))
 
     def __mul__(self, other: Any) -> Any:
         return _made(_plain(self) * _plain(other), self, other, 1) if _is_number(other) else NotImplemented
@@ -40,13 +72,13 @@ class _OfRanks:
     def __pow__(self, power: Any, modulo: Any = None) -> Any:
         if not isinstance(power, (int, float)) or modulo is not None:
             return NotImplemented
-        return _with({axis: p * Fraction(power) for axis, p in self.over}, _plain(self) ** _plain(power))
+        return _with({key: p * Fraction(power) for key, p in self.over}, _plain(self) ** _plain(power))
 
 
 class RankCount(_OfRanks, int):
     """A whole number."""
 
-    def __new__(cls, number: int, over: tuple[tuple[str, Fraction], ...] = ()) -> RankCount:
+    def __new__(cls, number: int, over: tuple[tuple[str | SizeOf, Fraction], ...] = ()) -> RankCount:
         made = super().__new__(cls, number)
         made.over = over
         return made
@@ -55,7 +87,7 @@ class RankCount(_OfRanks, int):
 class RankShare(_OfRanks, float):
     """A number that is not whole."""
 
-    def __new__(cls, number: float, over: tuple[tuple[str, Fraction], ...] = ()) -> RankShare:
+    def __new__(cls, number: float, over: tuple[tuple[str | SizeOf, Fraction], ...] = ()) -> RankShare:
         made = super().__new__(cls, number)
         made.over = over
         return made
@@ -66,18 +98,25 @@ def _is_number(x: Any) -> bool:
 
 
 def _plain(x: Any) -> Any:
-    return int(x) if isinstance(x, int) else float(x)
+    return int.__int__(x) if isinstance(x, int) else float.__float__(x)
 
 
 def _made(number: Any, a: Any, b: Any, sign: int) -> Any:
-    over = dict(of_ranks(a))
-    for axis, power in of_ranks(b).items():
-        over[axis] = over.get(axis, Fraction(0)) + sign * power
+    over = _over(a)
+    for key, power in _over(b).items():
+        over[key] = over.get(key, Fraction(0)) + sign * power
     return _with(over, number)
 
 
-def _with(over: Mapping[str, Fraction], number: Any) -> Any:
-    left = tuple((axis, power) for axis, power in sorted(over.items()) if power)
+def _over(x: Any) -> dict[str | SizeOf, Fraction]:
+    return dict(x.over) if isinstance(x, (RankCount, RankShare)) else {}
+
+
+def _with(over: Mapping[str | SizeOf, Fraction], number: Any) -> Any:
+    left = tuple((key, power) for key, power in over.items() if power)
     if not left or not _is_number(number):
         return number
     return RankCount(number, left) if isinstance(number, int) else RankShare(number, left)
+
+
+OF_RANKS = (RankCount, RankShare)

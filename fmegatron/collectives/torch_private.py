@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d, _functorch  # pyright: ignore[reportAttributeAccessIssue]  has no stub
 from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName  # a str to type checkers only, in newer releases only
@@ -21,6 +21,8 @@ __all__ = [
     "functional_ops",
     "group_named",
     "is_transformed",
+    "recorded_graph",
+    "recorded_node",
     "recorded_root",
     "register_group",
     "register_work",
@@ -73,6 +75,18 @@ def recorded_root() -> torch.nn.Module | None:
     """The module from which make_fx, or who records as it does, takes names of attributes; None: nothing records."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.root
+
+
+def recorded_graph() -> torch.fx.Graph | None:
+    """The graph that make_fx, or who records as it does, records; None: nothing records."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
+def recorded_node(x: torch.Tensor) -> torch.fx.Node | None:
+    """Of the graph that is recorded the node whose result a tensor is; None: of none."""
+    mode = get_proxy_mode()
+    return None if mode is None else get_proxy_slot(x, mode.tracer, None, lambda slot: slot.proxy.node)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
 from fmegatron.collectives import kinds, known_ranks, rank_counts
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives.torch_private import recorded_graph, recorded_node, schema_of
 from fmegatron.layout import layout, notation
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.lines import described, frames_of, line_here, line_of
@@ -240,6 +241,7 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
 _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
 _AS_OF, _OF_RANKS, _OF_TORCH = "fmegatron_line", "fmegatron_ranks", "fmegatron_sizes"
 _OF_NUMBER = "fmegatron_count_of_number"
+_OF_PARTS, _OF_GRADIENT, _ONE = "fmegatron_parts", "fmegatron_gradient", Fraction(1)
 
 
 def as_of(line: str) -> contextlib.AbstractContextManager:
@@ -311,8 +313,12 @@ class _Copies(TorchFunctionMode):
                 "which collectives, the check and donation see each op; torch.where(p, a, b) in place of a condition, "
                 "`for i in range(n)` in place of a loop; step.layers compiles the body of many turns once"
             )
-        over = next((over for a in (*args, *(kwargs or {}).values()) if (over := rank_counts.of_ranks(a))), None)
-        noted = contextlib.nullcontext() if over is None else fx_traceback.annotate({_OF_RANKS: over})
+        if func in _SIZES:
+            return _known(func, args, func(*args, **(kwargs or {})))
+        known = _noted((*args, *(kwargs or {}).values()))
+        if func in _GRADIENTS:
+            known[_OF_GRADIENT] = True
+        noted = fx_traceback.annotate(known) if known else contextlib.nullcontext()
         if func is torch.nn.functional.kl_div and (kwargs or {}).get("reduction") == "batchmean":
             noted = fx_traceback.annotate({_OF_TORCH: "rows"})
         elif func is torch.functional.einsum:
@@ -330,6 +336,54 @@ class _Copies(TorchFunctionMode):
             raise
 
 
+_NUMEL = (torch.Tensor.numel, torch.numel)
+_SHAPE = torch.Tensor.shape.__get__  # pyright: ignore[reportAttributeAccessIssue]  of the descriptor
+_SIZES = frozenset((_SHAPE, torch.Tensor.size, torch.Tensor.__len__, *_NUMEL))
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+def _known(func: Callable, args: Sequence, found: Any) -> Any:
+    """Sizes of a tensor that know whose they are."""
+    node = recorded_node(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+    if node is None:
+        return found
+    if func is torch.Tensor.__len__:  # Python makes a plain number of it
+        rank_counts.SizeOf(node, 0).ask()
+        return found
+    if func in _NUMEL:
+        dims = range(args[0].dim())
+        return rank_counts.RankCount(found, tuple((rank_counts.SizeOf(node, d), _ONE) for d in dims)) if dims else found
+    if not isinstance(found, torch.Size):
+        return rank_counts.RankCount(found, ((rank_counts.SizeOf(node, args[1] % args[0].dim()), _ONE),))
+    sizes = [rank_counts.RankCount(n, ((rank_counts.SizeOf(node, d), _ONE),)) for d, n in enumerate(found)]
+    return torch.Size(sizes)
+
+
+def _noted(given: Sequence) -> dict[str, Any]:
+    """What nodes are to know of the numbers that their op is given."""
+    over, sizes = None, []
+    for a in given:
+        if isinstance(a, rank_counts.OF_RANKS):
+            over = over or rank_counts.of_ranks(a) or None
+            sizes.append(a)
+        elif isinstance(a, (tuple, list)):
+            sizes += [one for one in a if isinstance(one, rank_counts.OF_RANKS)]
+    known: dict[str, Any] = {} if over is None else {_OF_RANKS: over}
+    if sizes and (found := [one for a in sizes if (one := _of_parts(a))]):
+        known[_OF_PARTS] = tuple(found)
+    return known
+
+
+def _of_parts(number: Any) -> tuple | None:
+    """(a number, names of nodes, dims and powers of the sizes that it is made of, powers of numbers of ranks) of one
+    that is made of sizes of this graph."""
+    sizes = rank_counts.of_sizes(number)
+    if not sizes or any(key.node.graph is not recorded_graph() for key in sizes):
+        return None
+    powers = tuple((key.node.name, key.dim, power) for key, power in sizes.items())
+    return float(number + 0), powers, tuple(rank_counts.of_ranks(number).items())
+
+
 def _is_made_here(func, args, kwargs) -> bool:
     """Whether what a function of torch returns lies on a device that is none of its arguments'."""
     if func in (torch.Tensor.cpu, torch.Tensor.cuda) or isinstance(kwargs.get("device"), str):
@@ -344,7 +398,9 @@ def _set_lines(graph_module) -> None:
     """meta["at"]: the line of each node; for a node of the backward the line of its forward, marked "(backward)".
     meta["ranks"]: {axis: power} of the number of ranks that its number is, or that of its forward. meta["sizes"]: what
     is known of sizes that torch took itself: "rows", it divides by those that it was given; "ones", dims of size 1 that
-    its views add have it on any number of ranks."""
+    its views add have it on any number of ranks. meta["parts"]: of the numbers that it was given and that are made of
+    sizes of a rank's parts (number, ((name of a node, dim, power), ...), ((axis, power), ...)); meta["asked"]: dims of
+    its result whose size Python was told as a plain number. meta["of_gradient"]: whether autograd asked for it."""
     forward_line, of_forward = {}, {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
@@ -352,9 +408,11 @@ def _set_lines(graph_module) -> None:
         trace_text = (node.meta.get("stack_trace") or "?").strip()
         of_backward = trace_text == _BACKWARD or bool(node.meta.get("is_gradient_acc"))
         node.meta["backward"] = of_backward
+        node.meta["of_gradient"] = of_backward or _OF_GRADIENT in node.meta.get("custom", {})
         stated = node.meta.get("custom", {}).get(_AS_OF)
         custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr", -1)
-        known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH), "times": custom.get(_OF_NUMBER)}
+        known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH), "parts": custom.get(_OF_PARTS)}
+        known["times"] = custom.get(_OF_NUMBER)
         known = of_forward.get(number, {}) if of_backward else (of_forward.setdefault(number, known), known)[1]
         node.meta.update((key, one) for key, one in known.items() if one is not None)
         if stated is not None:

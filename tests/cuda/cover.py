@@ -71,7 +71,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "sgd": lambda: optim.sgd(1e-3, momentum=0.9),
     "adafactor": lambda: contrib.adafactor(1e-3),
     "soap": lambda: contrib.soap(1e-3),
-    "grouped": lambda: optim.grouped(1e-3, [("embed", optim.Group(lr=0.5))]),
+    "grouped": lambda: optim.grouped(1e-3, [("embed/.*", optim.Group(lr=0.5))], adam=optim.scale_by_adam()),
     "8 bit": lambda: contrib.compressed(optim.adamw(1e-3), EIGHT),
     "averaged": lambda: optim.averaged(optim.adamw(1e-3), 0.99),
     "guarded": lambda: optim.skip_nonfinite(optim.adamw(1e-3), loss_scale=optim.LossScale()),
@@ -226,7 +226,8 @@ def promise(case: Mapping) -> Promise:
     family, mask, axes, wide = case["family"], case["mask"], case["axes"], case["precision"] == "fp32"
     masked = mask != "causal" or family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
     composite = mask in ("caps", "sinks", "dropout") or family in ("gemma2", "gpt_oss")
-    composite |= axes in FORMS and axes != "ulysses"
+    composite |= axes in FORMS and axes not in ("ulysses", "gathered")
+    masked |= axes == "gathered"
     grouped = family not in ("gpt2", "deepseek_v2", "deepseek_v3") and not axes.startswith("tp")
     kernel = "" if composite or (wide and grouped) else "efficient" if wide else "cudnn"
     waits = family in EXPERTS and (axes == "ep fsdp" or wide)

@@ -144,6 +144,8 @@ class Scope:
     levels: dict[tuple, dict[torch.fx.Node, int]] = field(default_factory=dict)  # see `corrects`
     pieces: dict[Any, torch.fx.Graph | None] = field(default_factory=dict)  # what ops are made of
     outputs: dict[torch.fx.Node, int] = field(default_factory=dict)  # see `reached`
+    sizes: dict[tuple[str, int], Any] = field(default_factory=dict)  # (name of a node, dim) -> see `sizes.note`
+    asked: dict[int, set] = field(default_factory=dict)  # see `sizes.note`
     depth: int = 0  # of ops that are made of others
     views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
 

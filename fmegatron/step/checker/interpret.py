@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import kinds, torch_private
-from fmegatron.step.checker import collectives, kernels, lookups, movement, padding, pointwise, reductions
+from fmegatron.step.checker import collectives, kernels, lookups, movement, padding, pointwise, reductions, sizes
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, Signature, line_of, op_name
 from fmegatron.step.checker.dims import UNIFORM, Misfit, plain, size_of
@@ -53,7 +53,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     garbage collector go through all memory of the process."""
     kinds.require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
     values, arguments = scope.values, iter(arguments)
-    _mark_live(scope, graph)
+    read = sizes.read(graph)
+    _mark_live(scope, graph, read)
     inputs = {node: node.all_input_nodes for node in graph.nodes}
     uses = Counter(itertools.chain.from_iterable(inputs.values()))
     for node, sources in inputs.items():
@@ -74,6 +75,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             scope.order[node] = len(scope.order)
             values[node] = _after(scope, node)
             _write(scope, node)
+        if node.name in read and node in values:
+            sizes.note(scope, node, values[node])
         for source in sources:
             uses[source] -= 1
             if not uses[source]:
@@ -81,11 +84,11 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     raise AssertionError("graph: no output node")
 
 
-def _mark_live(scope: Scope, graph: torch.fx.Graph) -> None:
-    """The nodes on which outputs depend: all else may be as wrong as it likes."""
+def _mark_live(scope: Scope, graph: torch.fx.Graph, read: frozenset[str]) -> None:
+    """The nodes on which outputs depend, or whose sizes are numbers: all else may be as wrong as it likes."""
     live = scope.live
     for node in reversed(graph.nodes):
-        if node.op == "output" or node in live or written_by(node):
+        if node.op == "output" or node in live or node.name in read or written_by(node):
             live.add(node)
             live.update(node.all_input_nodes)
 
@@ -98,7 +101,7 @@ def _after(scope: Scope, node: Node) -> Any:
     graph = _decomposed(scope, node)
     if graph is None:
         return unproven(scope, node, f"no rule for {node.target}", GO_ON)
-    inner = replace(scope, values={}, depth=scope.depth + 1)
+    inner = replace(scope, values={}, sizes={}, asked={}, depth=scope.depth + 1)
     result = _result_of(node, interpreted(inner, graph, [scope.values[n] for n in node.all_input_nodes]))
     return _still_owed(scope, node, result)
 
@@ -133,7 +136,7 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
     for given, found in calls:
         if given == arguments:
             return found
-    calls.append((arguments, interpreted(replace(scope, values={}), graph, arguments)))
+    calls.append((arguments, interpreted(replace(scope, values={}, sizes={}, asked={}), graph, arguments)))
     return calls[-1][1]
 
 

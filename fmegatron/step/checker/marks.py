@@ -25,6 +25,7 @@ import torch
 from fmegatron.collectives import kinds, table
 from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.shares import NO_MEAN, is_one, is_share, no_mean, portion_after, shared
+from fmegatron.step.checker.sizes import Known
 from fmegatron.step.checker.values import (
     NOTHING,
     OWED,
@@ -57,6 +58,7 @@ _BY_SIZE = "Divide by the size of the axis: axes[name].size knows that it is the
 _BY_ROWS = "Write it for each row (x.expand(rows).sum()), or add it behind the sum, times the number of all rows"
 _AS_MEAN = "right, where what is pending was multiplied by it, and by a number whether it was cannot be told"
 _TIMES = "Write axes[name].size * x, before other factors: it knows that it is the number of ranks, 0.1 * it does not"
+_SIZE = "by a size of a rank's part, which is another than that of one rank"
 _MEAN = "Leave the division out; or write the terms as means: x.mean(), or x.sum() / len(x), before that"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
@@ -373,6 +375,26 @@ def scaled(
         holds = e.unused and whole and whole % scope.mesh[axis] == 0
         excess[axis] = e._replace(loose=True, sure=e.sure and not holds, unused=False)
     return replace(x, excess=excess)
+
+
+def sized(scope: Scope, node: Node, x: Value, known: Known) -> Value:
+    """A value times a number that is made of sizes of a rank's parts. In a gradient nothing begins by it: what is too
+    large of its loss is of it."""
+    back = node.meta.get("of_gradient")
+    over = {a: power for a, power in known.over.items() if not (back and x.portion.get(a) in OWED)}
+    left = dict(x.excess)
+    for axis, power in over.items():
+        portion = x.portion.get(axis)
+        if axis in left:
+            e = left.pop(axis)
+            e = e._replace(power=e.power + power, loose=e.loose or not known.sure)
+            if e.power or e.doubt is not None:
+                left[axis] = e
+        elif x.replicated(axis) and (power == -1 or (portion in ("exact", "either") and power == 1)):
+            x = shared(x, {axis: power})
+        elif not back and portion != "mixed" and not x.is_(axis, Unknown, Wrong, Suspect, Varying):
+            left[axis] = Excess(power, node, _SIZE, loose=not known.sure)
+    return replace(x, excess=left or NOTHING)
 
 
 def excess_after(

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from fmegatron.step.checker import sizes
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, numbers_along, plain, size_of
-from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled
+from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled, sized
 from fmegatron.step.checker.movement import expanded
 from fmegatron.step.checker.shares import counted_rows, is_share
 from fmegatron.step.checker.values import (
@@ -167,11 +168,27 @@ def _product(scope: Scope, node: Node, a: Value, b: Value) -> Value:
 def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None = None, divides: bool = False) -> Value:
     """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
+    known = sizes.of_factor(scope, node, factor, divides) if "parts" in node.meta else _of_tensor(of, divides)
+    if known is not None:
+        x = sized(scope, node, x, known)
+        return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
+    if divides and scope.asked and not ranks and not node.meta.get("of_gradient"):
+        asked = sizes.as_asked(scope, 1 / factor)
+        if totals := [axis for axis in asked if x.portion.get(axis) == "total" and axis not in x.marks]:
+            x = sized(scope, node, x, sizes.Known(dict.fromkeys(totals, Fraction(1)), False))
+            return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
     over, rest = _ranks(scope, ranks, factor, divides)
     x = scaled(scope, node, x, factor / rest, over, divides)
     x = scaled(scope, node, x, rest, NOTHING, divides) if rest != 1 else x
     x = counted_rows(scope, x, factor) if not (divides or over or x.constant is not None) else x
     return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
+
+
+def _of_tensor(of: Value | None, divides: bool) -> sizes.Known | None:
+    """Of a tensor that holds a size of a rank's part."""
+    if of is None or not of.ranks or min(of.ranks.values()) > 0:
+        return None
+    return sizes.Known({axis: -power if divides else power for axis, power in of.ranks.items()}, True)
 
 
 def _ranks(
@@ -370,6 +387,7 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     else:  # a number that the step writes may count what a rank has
         out = filled(shape_of(node), number_)
         out = replace(out, equal_terms=bool(out.constant) and not name.endswith("_like"))
+        out = _of_sizes(scope, node, out) if "parts" in node.meta else out
     out = replace(out, ranks=node.meta["ranks"]) if "ranks" in node.meta else out
     if name != "ones_like" or out.dims:
         return out
@@ -384,6 +402,18 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
         if isinstance(mark, (Suspect, Wrong)):  # what it was computed from may not show in the gradient
             open_[axis] = scope.unknown(mark.node, f"{mark.what}; a gradient of that is none of the whole")
     return out.marked(open_ | {a: m for a, m in loss.marks.items() if isinstance(m, Unknown) and m.gradient})
+
+
+def _of_sizes(scope: Scope, node: Node, x: Value) -> Value:
+    """Numbers in a shape that is made of sizes of other values, or that are such a size."""
+    found = sizes.shape_of_parts(scope, node, shape_of(node))
+    if found and None not in found:
+        return replace(x, dims=found, equal_terms=False)
+    known = sizes.of_factor(scope, node, x.constant, False) if x.constant and not x.dims else None
+    if known is None or not known.sure:
+        return x
+    share = {axis: "exact" for axis, power in known.over.items() if power == -1}
+    return replace(x, ranks=known.over, equal_terms=False, portion=share)
 
 
 def _like(scope: Scope, x: Value, number: float) -> Value:

@@ -139,6 +139,6 @@ def _divided(node: Node, axis: str) -> tuple[Node | None, bool]:
         collective = kinds.collective_of(one.target) if one.op == "call_function" else None
         if collective is not None and collective.sent is not None and axis in items_of(one.args[1]):
             return at, True
-        at = one if at is None and axis in one.meta.get("ranks", ()) else at
+        at = one if at is None and ("parts" in one.meta or axis in one.meta.get("ranks", ())) else at
         todo += one.all_input_nodes
     return at, False
