@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fmegatron import checkpoint
 from fmegatron.checkpoint import Foreign, Source
 from fmegatron.checkpoint.calls.ranks import together
-from fmegatron.checkpoint.dicts import described, flat
+from fmegatron.checkpoint.dicts import flat
 from fmegatron.checkpoint.dicts import values as values_of
 from fmegatron.checkpoint.files import stores
 from fmegatron.checkpoint.reading import filling, mapping
@@ -173,7 +173,8 @@ def load_state_dict(
         nonlocal unmade, numbers
         unmade.undo()
         numbers.undo()
-        numbers = Renumbered(state, pairs, described.stored_containers(offer.source.metadata))
+        stored = offer.source.metadata.get(values_of.CONTAINERS)
+        numbers = Renumbered(state, pairs, stored if isinstance(stored, dict) else {})
         unmade = Unmade(state, pairs)
         # The state of optimizers that have not made it themselves, as what is stored has it.
         unmade.make(offer.arrays | dict.fromkeys(offer.values), offer.is_sharded, ranks.size)
