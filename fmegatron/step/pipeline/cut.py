@@ -32,6 +32,7 @@ from fmegatron.step.pipeline.parts import (
     seeds_as_constants,
     split_backwards,
     terms_by_stage,
+    without_declarations,
 )
 from fmegatron.step.torch_private import extract_subgraph
 
@@ -101,6 +102,7 @@ def cut(graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], stages: Seq
     graph, begins = _copy(graph), tuple(running((0, *stages[:-1])))
     _require_marks(graph, begins, sum(stages), any(map(_is_gradient, gives)), who)
     _erase_marks(graph, lambda n: n not in begins)
+    without_declarations(graph)
     inputs, outs = layers_apart(graph, takes, gives, GRADS)
     seeds_as_constants(graph)
     split_backwards(graph)

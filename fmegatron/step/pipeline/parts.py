@@ -17,7 +17,15 @@ from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import bases_of
 from fmegatron.step.torch_private import extract_subgraph, graph_module_of, opname
 
-__all__ = ["layer_of", "layers_apart", "reach", "seeds_as_constants", "split_backwards", "terms_by_stage"]
+__all__ = [
+    "layer_of",
+    "layers_apart",
+    "reach",
+    "seeds_as_constants",
+    "split_backwards",
+    "terms_by_stage",
+    "without_declarations",
+]
 
 _aten = torch.ops.aten
 _SAME = frozenset({"detach", "alias", "_to_copy", "convert_element_type"})  # or in another dtype
@@ -61,6 +69,18 @@ def seeds_as_constants(graph: fx.Graph) -> None:
                 )
             new.meta = dict(n.meta)
             n.replace_all_uses_with(new)
+            graph.erase_node(n)
+
+
+def without_declarations(graph: fx.Graph) -> None:
+    """Take out what is stated for a check alone (`declare`, `as_terms`): it is its operand, and perhaps reads, of the
+    forward of several stages, what it is stated by. Changes the graph."""
+    for n in list(graph.nodes):
+        collective = kinds.collective_of(n.target)
+        if collective is not None and collective.name == "declare":
+            for item in list(n.users):
+                item.replace_all_uses_with(n.args[0][item.args[1]])
+                graph.erase_node(item)
             graph.erase_node(n)
 
 
