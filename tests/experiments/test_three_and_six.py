@@ -5,8 +5,8 @@ import importlib
 
 import pytest
 
-from experiments import windowed
-from fmegatron import testing, tree
+from experiments import finetune, preferences, shakespeare, windowed
+from fmegatron import parity, testing, tree
 from fmegatron.layout import Mesh
 from tests.experiments.given import made
 
@@ -26,6 +26,48 @@ def test_it_starts(name):
         of.describe(of.Config(mesh=mesh, **rows, **BY_HEADS[name]))
     for mesh in (Mesh(fsdp=3, tp=2),) if name in BY_HEADS else ():
         of.describe(of.Config(mesh=mesh, **rows))
+
+
+LM = {"dim": 12, "layers": 2, "heads": 2, "seq_len": 8, "batch_size": 12}
+SMALL = {
+    "by_hand": {"batch_size": 12},
+    "mixer": {"dim": 10, "layers": 2, "seq_len": 8, "batch_size": 12},
+    "two_towers": {"dim": 10, "layers": 2, "image": 7, "text": 5, "out": 5, "batch_size": 24},
+    "shakespeare": LM, "moe": LM | {"ffn_dim": 20}, "own_model": LM, "windowed": LM | {"window": 3},
+}  # fmt: skip
+
+
+def equal_to_one_rank(of, config, mesh):
+    result, _ = parity.compare(of.describe, dataclasses.replace(config, mesh=mesh), steps=2)
+    assert result.ok, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", DATA, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_it_steps(name, mesh):
+    """Two updates, all leaves of the state and all metrics those of one rank, in fp64."""
+    of = importlib.import_module(f"experiments.{name}")
+    equal_to_one_rank(of, made(of.Config, **SMALL[name]), mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", DATA, ids=str)
+def test_preferences_step(tmp_path, mesh):
+    run = {"run": str(tmp_path), "steps": 1, "backend": "eager"}
+    shakespeare.experiment(made(shakespeare.Config, eval_windows=1, prompts=(), warmup=0, **LM, **run))
+    equal_to_one_rank(preferences, preferences.Config(start=str(tmp_path), pairs=6, seq_len=6), mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", DATA, ids=str)
+def test_finetune_steps(tmp_path, mesh):
+    pytest.importorskip("transformers")
+    from tests.model.families.tiny_hf import model_of
+
+    model_of("llama3.1", vocab_size=256).save_pretrained(tmp_path / "model")
+    config = finetune.Config(model=str(tmp_path / "model"), seq_len=8, batch_size=12, sequence_parallel=False)
+    equal_to_one_rank(finetune, config, mesh)
 
 
 @pytest.mark.long

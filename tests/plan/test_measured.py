@@ -24,3 +24,15 @@ def test_plans_of_all_cases(monkeypatch):
         sizes = {name: abs(one[which]) for name, one in found.items()}
         assert max(sizes.values()) <= worst, (which, max(sizes, key=sizes.get), sizes)
         assert median is None or statistics.median(sizes.values()) <= median, (which, sizes)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_module_of_ones_own(monkeypatch):
+    """16 layers of 4 MiB under ZeRO-3 on two ranks: the whole heap above the state, within 5 % of the plan."""
+    monkeypatch.syspath_prepend(str(HERE))
+    bench = importlib.import_module("plan")
+    planned = bench.plan.exact(*bench.own(bench.FSDP2), bench.FSDP2).transient
+    with bench.counted_in_children() as counted, bench.RankPool(2, timeout_s=bench.LIMIT_S) as pool:
+        assert counted, "heap.c was not compiled: nothing but torch's own allocations would be seen"
+        measured = max(pool.run(bench.heap_of_own, ranks=2, timeout_s=bench.LIMIT_S))
+    assert abs(planned / measured - 1) <= 0.05, (planned, measured)
