@@ -113,8 +113,7 @@ class Layout:
                 f"layout {self.shape}: got {len(self.spec)} spec entries {self.spec}, wanted at most one for each"
                 f" of the {len(self.shape)} dims; remove entries or add dims"
             )
-        put(self, "spec", self.spec + (None,) * (len(self.shape) - len(self.spec)))
-        given = self.spec
+        given = self.spec + (None,) * (len(self.shape) - len(self.spec))
         put(self, "spec", tuple(on_mesh(e, self.mesh) for e in given))
         put(self, "flat", entry_axes(on_mesh(self.flat, self.mesh)))
         put(self, "unreduced", entry_axes(on_mesh(self.unreduced, self.mesh)))

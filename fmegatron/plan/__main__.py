@@ -121,8 +121,8 @@ def _counted(
         try:
             if field is None:
                 raise UnevenError(
-                    f"layers: got no field of {type(config).__name__} that changes the number of layers, "
-                    f"{', '.join(map(str, sorted(depths)))}, wanted one, for a model of few; the plan is right without"
+                    f"describe(config): got {' or '.join(map(str, sorted(depths)))} layers, and no field of "
+                    f"{type(config).__name__} that changes their number, wanted one, so that few layers can be counted"
                 )
             build = functools.partial(_with_depth, experiment[1], config, field)
             return deep(build, _fields(config)[field], config.mesh, rank=options.rank, overlap=overlap)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
 from fmegatron.collectives import kinds, known_ranks, rank_counts
-from fmegatron.collectives.torch_private import recorded_graph, recorded_node, schema_of
+from fmegatron.collectives import torch_private as of_torch
 from fmegatron.layout import layout, notation
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.lines import described, frames_of, line_here, line_of
@@ -280,7 +280,7 @@ class _Lines(TorchDispatchMode):
         try:
             if opname(func) in OF_ONE_DTYPE:
                 require_one_dtype(args)
-            mutable = (schema := schema_of(func)) is not None and schema.is_mutable
+            mutable = (schema := of_torch.schema_of(func)) is not None and schema.is_mutable
             if mutable or opname(func) in OF_ONE_DEVICE or kinds.collective_of(func):
                 require_one_device(func, args, self.second)
             return func(*args, **(kwargs or {}))
@@ -344,7 +344,7 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 
 def _known(func: Callable, args: Sequence, found: Any) -> Any:
     """Sizes of a tensor that know whose they are."""
-    node = recorded_node(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+    node = of_torch.recorded_node(args[0]) if args and isinstance(args[0], torch.Tensor) else None
     if node is None:
         return found
     if func is torch.Tensor.__len__:  # Python makes a plain number of it
@@ -378,7 +378,7 @@ def _of_parts(number: Any) -> tuple | None:
     """(a number, names of nodes, dims and powers of the sizes that it is made of, powers of numbers of ranks) of one
     that is made of sizes of this graph."""
     sizes = rank_counts.of_sizes(number)
-    if not sizes or any(key.node.graph is not recorded_graph() for key in sizes):
+    if not sizes or any(key.node.graph is not of_torch.recorded_graph() for key in sizes):
         return None
     powers = tuple((key.node.name, key.dim, power) for key, power in sizes.items())
     return float(number + 0), powers, tuple(rank_counts.of_ranks(number).items())

@@ -47,6 +47,7 @@ from fmegatron.step.checker.dims import (
 )
 from fmegatron.step.checker.marks import raised
 from fmegatron.step.checker.movement import elsewhere, reshaped
+from fmegatron.step.checker.sent import by_counts, permuted, rows_sent
 from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of, terms
 from fmegatron.step.checker.values import (
     NOTHING,
@@ -56,7 +57,6 @@ from fmegatron.step.checker.values import (
     Pending,
     Somewhere,
     Suspect,
-    Unknown,
     Value,
     Varying,
     Wrong,
@@ -90,7 +90,7 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
     counts = [scope.values[n] for n in node.args[3:] if isinstance(n, Node)]
     if collective is table.CUT:
         return [_by_index(scope, node, x, axes, counts[0]) for x in out]
-    return [_by_counts(node, x, axes, counts) for x in out] if counts else out
+    return [by_counts(node, x, axes, counts) for x in out] if counts else out
 
 
 def _carried(scope: Scope, x: Value, axes: tuple[str, ...]) -> Value:
@@ -142,11 +142,11 @@ def _after(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], before: An
         ) if len({*concats}) == len({*splits}) == 1:
             return _exchanged(scope, node, x, axes, concat_dim=concat, split_dim=split)
         case kinds.Own(), kinds.Own():
-            return _rows(scope, node, x, axes, shape[0])
+            return rows_sent(node, x, axes, shape[0])
         case None, kinds.RankIndex():
             return Value((), dict.fromkeys(axes, Varying()), index_of=axes)
         case None, kinds.Permuted():
-            return _permuted(node, x, axes)
+            return permuted(node, x, axes)
         case None, kinds.Replicated() | kinds.Partial() | kinds.Sharded() | kinds.Own() as stated:
             if kinds.collective_of(node.target) is table.DECLARE:
                 return declared(scope, node, x, axes, stated)
@@ -472,42 +472,3 @@ def _whole_again(atoms, axes, n):
         return first.inner
     inner = first.inner if first.axes == left + axes else ()
     return (Atom(first.size * n, left, frozenset(), inner), *atoms[1:])
-
-
-def _rows(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], rows: int) -> Value:
-    """Rows of each rank's own that went to other ranks. They are in another order over all axes that sharded them."""
-    if x.constant == 0:
-        return filled([rows, *map(size_of, x.dims[1:])], 0)
-    marks: dict[str, Mark | None] = {axis: Varying() for axis in over(x.dims[0])}
-    for axis in axes:
-        mark = x.marks.get(axis)
-        marks[axis] = left_of(mark) or Varying()
-        if isinstance(mark, Pending) or (mark is None and axis not in over(x.dims[0])):
-            birth = mark.birth if isinstance(mark, Pending) else None
-            marks[axis] = Wrong(node, f"{op_name(node)} of rows that are {x.state(axis)}",
-                       f"rows that each rank of {axis!r} has for itself are exchanged; wrong axis?", birth)  # fmt: skip
-    out = x.marked(marks)
-    return replace(out, data=False, equal_terms=False).with_dims((plain(rows), *out.dims[1:]))
-
-
-def _by_counts(node: Node, x: Value, axes: tuple[str, ...], counts: list[Value]) -> Value:
-    """What is known of tensors by which it was decided what is sent, holds for what was sent."""
-    for one in counts:
-        marks = {axis: mark for axis, mark in one.marks.items() if isinstance(mark, OPEN) and not x.is_(axis, *OPEN)}
-        for axis in one.having(Pending):
-            marks[axis] = Wrong(node, f"{op_name(node)} by counts that are {one.state(axis)}",
-                       "count the rows of this rank", one.birth(axis))  # fmt: skip
-        x = x.marked({axis: x.marks[axis] if x.is_(axis, Wrong) else mark for axis, mark in marks.items()})
-        others = [axis for axis in one.axes() if axis not in axes and x.replicated(axis)]
-        x = x.marked(dict.fromkeys(others, Varying()))
-    return x
-
-
-def _permuted(node: Node, x: Value, axes: tuple[str, ...]) -> Value:
-    # What is sharded is elsewhere now: `declare` says what the sum of a ring means. Terms of a sum stay terms, of which
-    # their birth says that they came from another rank (`marks.pending_after`).
-    moved = [a for a in axes if x.shards(a) or x.is_(a, Somewhere)]
-    open_ = {a: left_of(x.marks[a]) for a in axes if x.is_(a, Unknown)}
-    terms: dict[str, Mark | None] = {a: Pending("sum", node) for a in axes if x.pending(a, "sum")}
-    out = x.marked(open_ | terms).marked(dict.fromkeys(moved, Varying()))
-    return replace(out, data=False, index_of=(), ramp=False) if moved else out
