@@ -1,4 +1,4 @@
-"""What ranks send to one another as it is: rows that each has for itself, by counts, and whole values (ppermute)."""
+"""What ranks send to one another as it is: rows that each has for itself, by counts, and all of a value (ppermute)."""
 
 from __future__ import annotations
 
