@@ -18,7 +18,7 @@ from tests.house import ROOT
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_woken_at_any_time_all_meet_again(python, seed):
-    """A send of gloo's event loop that failed woke nobody: one of about 30 meetings had a rank that never came."""
+    """A send of gloo's event loop that failed woke nobody: of 60 meetings some had a rank that never came."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
