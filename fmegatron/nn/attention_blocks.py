@@ -45,12 +45,12 @@ _TILE = 1024  # keys of a block that no kernel computes, at least: its scores ar
 _TILES = 8  # blocks of keys at most, so that the graph of a long sequence stays short
 
 
-def kernel_of(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, masked: bool, softcap: float | None) -> Kernel | None:
+def kernel_of(q_BHSK: Tensor, v_BGTK: Tensor, masked: bool, softcap: float | None) -> Kernel | None:
     """Which of torch's kernels computes a block of attention, its log-sum-exp and its gradient; None: products do.
 
     On the CPU flash, with masks and in fp64 too, for values as wide as the keys. On CUDA flash without a mask, in 16
-    bits, for heads of at most 256; else the memory-efficient one (masks, fp32, other widths of values), of which 32
-    divides the number of queries and 8 that of keys and the widths. A cap of the scores no kernel knows.
+    bits, for heads of at most 256; else the memory-efficient one (masks, fp32, other widths of values). 8 divides the
+    widths of both. A cap of the scores no kernel knows.
     """
     width, values, dtype = q_BHSK.shape[-1], v_BGTK.shape[-1], q_BHSK.dtype
     if softcap is not None or dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -61,7 +61,7 @@ def kernel_of(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, masked: bool, soft
         return None
     if not masked and width == values and width <= 256 and dtype != torch.float32:
         return "flash"
-    return None if q_BHSK.shape[2] % 32 or k_BGTK.shape[2] % 8 else "memory-efficient"
+    return "memory-efficient"
 
 
 def block(
@@ -77,7 +77,7 @@ def block(
     mask: bool, broadcast to [B, H, S, T]. causal: the mask of equal positions of queries and keys, S == T. lse is wide
     (fp32, or fp64 of fp64), o has q's dtype. softcap: of the scores, which no kernel knows.
     """
-    kernel = kernel_of(q_BHSK, k_BGTK, v_BGTK, mask is not None, softcap)
+    kernel = kernel_of(q_BHSK, v_BGTK, mask is not None, softcap)
     if kernel == "flash on the CPU":
         o, lse = flash_on_cpu(q_BHSK, k_BGTK, v_BGTK, causal, _additive(q_BHSK, mask))
         return o, lse if mask is None else lse.masked_fill(~mask.any(-1), -math.inf)
@@ -124,7 +124,7 @@ def block_backward(
         softcap: as of `block`.
     """
     o_BHSK, lse_BHS = out[0], _finite(out[1])
-    kernel = kernel_of(q_BHSK, k_BGTK, v_BGTK, mask is not None, softcap)
+    kernel = kernel_of(q_BHSK, v_BGTK, mask is not None, softcap)
     if kernel is not None:
         given = (do_BHSK.to(q_BHSK.dtype), q_BHSK, k_BGTK, v_BGTK, o_BHSK.to(q_BHSK.dtype), lse_BHS, causal)
         if kernel == "flash on the CPU":
@@ -196,9 +196,9 @@ class _WithLse(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def skips_hidden(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> bool:
+def skips_hidden(q_BHSK: Tensor, v_BGTK: Tensor) -> bool:
     """Whether a causal `block` of these computes only what its mask lets through, half of the block."""
-    return kernel_of(q_BHSK, k_BGTK, v_BGTK, masked=False, softcap=None) is not None
+    return kernel_of(q_BHSK, v_BGTK, masked=False, softcap=None) is not None
 
 
 def attention_in_blocks(
@@ -291,7 +291,7 @@ class _Seen(NamedTuple):
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None) -> Iterator[tuple]:
     """(number of the rows, number of the keys, `_Seen`) of the blocks in turn."""
     total = k.shape[2]
-    if total <= _TILE or kernel_of(q, k, v, mask is not None, softcap) is not None:
+    if total <= _TILE or kernel_of(q, v, mask is not None, softcap) is not None:
         yield 0, 0, _Seen(None, None, mask, mask is None)
         return
     size = max(_TILE, -(-total // _TILES))

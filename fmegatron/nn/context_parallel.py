@@ -78,7 +78,7 @@ def ring_attention(
             f"ring gives each rank two parts of the sequence; pad it to a multiple of {2 * cp.size}"
         )
     masked = not balanced or documents is not None or window is not None
-    whole = not masked and softcap is None and skips_hidden(*(x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK)))
+    whole = not masked and softcap is None and skips_hidden(q_BSHK, v_BSGK)
     how = _Ring(cp, window, balanced, masked, softcap, whole)
     at = _stacked(positions, documents)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))

@@ -45,7 +45,8 @@ def attention(
     if softcap is not None or sinks_H is not None:
         return attention_in_blocks(q_BSHK, k_BTGK, v_BTGK, mask, sinks_H=sinks_H, softcap=softcap, scale=scale)
     q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
-    if mask is not None and q_BHSK.device.type == "cuda":  # with a mask only a kernel that has no grouped heads
+    wide = q_BHSK.dtype in (torch.float32, torch.float64)
+    if q_BHSK.device.type == "cuda" and (wide or mask is not None):  # the kernel of these has no grouped heads
         k_BGTK, v_BGTK = (of_queries(x, q_BHSK) for x in (k_BGTK, v_BGTK))
     grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
     o_BHSK = F.scaled_dot_product_attention(

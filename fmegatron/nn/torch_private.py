@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
@@ -16,6 +19,7 @@ __all__ = [
 ]
 
 grouped_mm = torch._grouped_mm
+_LSE, _ROW = 32, 16  # of the memory-efficient kernel: numbers of a row of log-sum-exps, and of biases, are multiples
 
 
 def flash_on_cpu(
@@ -66,11 +70,11 @@ def efficient_on_cuda(
     q_BHSK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp) of attention on CUDA with as many heads of keys as of queries. bias: in q's dtype, added
-    to the scores, broadcast to [B, H, S, T]; every query must see a key. 32 divides S, and 8 T and the widths."""
+    to the scores, broadcast to [B, H, S, T]; every query must see a key. 8 divides the widths."""
     o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q_BHSK, k_BHTK, v_BHTK, _expanded(bias, q_BHSK, k_BHTK), True, 0.0, causal
     )
-    return o, lse
+    return o, lse[..., : q_BHSK.shape[2]]
 
 
 def efficient_on_cuda_backward(
@@ -86,6 +90,7 @@ def efficient_on_cuda_backward(
     """(dq, dk, dv) of `efficient_on_cuda`, of which o and lse are the results, or those of attention to more keys; a
     query may see none here."""
     bias, wanted = _expanded(bias, q, k), [True, True, True, False]
+    lse = F.pad(lse, (0, -lse.shape[-1] % _LSE), value=math.inf)  # as the forward has it
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         do, q, k, v, bias, o, lse, _no_dropout(q), _no_dropout(q), 0.0, wanted, causal
     )
@@ -98,4 +103,9 @@ def _no_dropout(like: Tensor, *shape: int) -> Tensor:
 
 
 def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    return None if bias is None else bias.expand(*q.shape[:3], k.shape[2])
+    """With rows that begin where the kernel can read."""
+    if bias is None:
+        return None
+    keys = k.shape[2]
+    bias = bias.expand(*bias.shape[:-1], keys)
+    return F.pad(bias, (0, -keys % _ROW))[..., :keys].expand(*q.shape[:3], keys)

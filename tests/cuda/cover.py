@@ -211,12 +211,12 @@ def named(case: Mapping) -> str:
 class Promise(NamedTuple):
     """Of a case on an H100.
 
-    kernel: "cudnn" or "efficient", of its attention; "": products with scores in memory, or none. scores: whether there
-    is a value for each pair of positions, scores or a mask: what fmegatron.nn has no kernel for yet. waits: whether the
-    host waits in the step: for counts of rows that experts exchange, and for products of fp32 groups.
+    kernels: of its attention, "cudnn", "flash", "efficient"; none: products, with scores in memory. scores: whether
+    there is a value for each pair of positions, scores or a mask. waits: whether the host waits in the step: for counts
+    of rows that experts exchange, and for products of fp32 groups.
     """
 
-    kernel: str
+    kernels: frozenset[str]
     scores: bool
     waits: bool
 
@@ -224,14 +224,18 @@ class Promise(NamedTuple):
 def promise(case: Mapping) -> Promise:
     """What a case is to be on an H100, with torch's builds for CUDA 13."""
     family, mask, axes, wide = case["family"], case["mask"], case["axes"], case["precision"] == "fp32"
-    masked = mask != "causal" or family in ("mistral", "gemma2", "gemma3_text", "gpt_oss")
-    composite = mask in ("caps", "sinks", "dropout") or family in ("gemma2", "gpt_oss")
-    composite |= axes in FORMS and axes not in ("ulysses", "gathered")
-    masked |= axes == "gathered"
-    grouped = family not in ("gpt2", "deepseek_v2", "deepseek_v3") and not axes.startswith("tp")
-    kernel = "" if composite or (wide and grouped) else "efficient" if wide else "cudnn"
     waits = family in EXPERTS and (axes == "ep fsdp" or wide)
-    return Promise(kernel, masked or not kernel, waits)
+    if mask in ("caps", "dropout") or family == "gemma2":
+        return Promise(frozenset(), True, waits)
+    ring = axes in FORMS and axes not in ("ulysses", "gathered")
+    masked = mask in ("documents", "window") or family in ("mistral", "gemma3_text") or axes == "gathered"
+    masked |= ring and "balanced" not in axes
+    some = family == "gpt_oss"  # every other layer has a window
+    if not ring and mask != "sinks" and not some:  # torch's own attention
+        return Promise(frozenset({"efficient" if wide else "cudnn"}), masked, waits)
+    plain = not masked and not wide and family not in ("deepseek_v2", "deepseek_v3")  # whose values are narrower
+    kernels = {"flash" if plain else "efficient"} | ({"efficient"} if some else set())
+    return Promise(frozenset(kernels), masked or some, waits)
 
 
 # ---- what a case makes -----------------------------------------------------------------------------------------------
