@@ -63,7 +63,7 @@ def describe(config):
     by = DataParallel(Axes(mesh).data)
     rows = by.batch_layout((config.batch_size, 64), torch.int64, mesh, config.microbatches)
     state, rows = step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
-    return step.Description(train_step, state, rows, config.microbatches, pipeline)
+    return step.Description(train_step, state, rows, config.microbatches, pipeline=pipeline)
 
 
 def read(config):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RankCount", "RankShare", "SizeOf", "of_ranks", "of_sizes"]
+__all__ = ["RankCount", "RankShare", "SizeOf", "of_ranks", "of_sizes", "plain"]
 
 _NONE: Mapping[str, Fraction] = MappingProxyType({})
 
@@ -42,6 +42,11 @@ def of_sizes(number: Any) -> Mapping[SizeOf, Fraction]:
     if not isinstance(number, (RankCount, RankShare)):
         return MappingProxyType({})
     return {key: power for key, power in number.over if isinstance(key, SizeOf)}
+
+
+def plain(x: Any) -> Any:
+    """A number that knows nothing, of one that does; all else as it is."""
+    return _plain(x) if isinstance(x, (RankCount, RankShare)) else x
 
 
 class _OfRanks:

@@ -24,23 +24,24 @@ class Description:
     state: tree of ArraySpecs of its first argument; they know the strategy (`tree.strategy_of`).
     batch: tree of Layouts or ArraySpecs of its second, of all ranks together.
     microbatches: into how many the step cuts the rows of a rank.
-    pipeline: what computes them, on a mesh with pp (`Pipelining(...).of(n)`, or a `Pipeline`); None: each rank all.
     decoder: the `model.Decoder` whose loss the step takes the gradient of; None: another loss, of which formulas
     (`plan.quick`) count state and traffic, and say that activations are not counted.
     save, offload, reshard_after_forward: as `model.loss` is given them.
     evaluate: (state, batch) -> metrics of held-out rows, for evaluations; None: there is none.
+    pipeline: what computes the microbatches on a mesh with pp (`Pipelining(...).of(n)`, or a `Pipeline`); None: each
+    rank all.
     """
 
     function: Callable
     state: structure.Tree
     batch: structure.Tree
     microbatches: int = 1
-    pipeline: Scheduled | Pipeline | None = None
     decoder: Any = None
     save: Any = None
     offload: int | None = None
     reshard_after_forward: tuple[str, ...] | None = None
     evaluate: Callable | None = None
+    pipeline: Scheduled | Pipeline | None = None
 
     def __post_init__(self):
         if not callable(self.function):

@@ -112,4 +112,4 @@ def build(
 
     rows = {name: row(name, x) for name, x in batch.items()}
     specs = state_specs(specs, optimizer, strategy, memory)
-    return Description(train_step, specs, rows, count, pipeline, evaluate=evaluate or held_out)
+    return Description(train_step, specs, rows, count, evaluate=evaluate or held_out, pipeline=pipeline)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes
+from fmegatron.collectives import Axes, rank_counts
 from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.cut import OneNode
 from fmegatron.step.gradient import Gradient, LossFn
@@ -315,7 +315,7 @@ def _kinds(of: LossFn, args: tuple, metrics: list, weight: str | None, known: di
 
 def _kind(path: str, x: Any, full: Any, n: int, is_weight: bool) -> Any:
     if not isinstance(x, torch.Tensor):
-        return (full,)
+        return (rank_counts.plain(full),)
     if x.shape != full.shape:
         if x.dim() and full.shape == (n * x.shape[0], *x.shape[1:]):
             return "rows"

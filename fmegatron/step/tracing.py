@@ -157,7 +157,7 @@ def trace(
         out = fn(*structure.unflatten(spec, filled))
         out_paths, outs, out_tree = structure.flatten(out)
         require_no_hidden_tensors(out_paths, outs, name)
-        out_static = [None if isinstance(o, torch.Tensor) else (o,) for o in outs]
+        out_static = [None if isinstance(o, torch.Tensor) else (rank_counts.plain(o),) for o in outs]
         out_paths = [p for p, o in zip(out_paths, outs, strict=True) if isinstance(o, torch.Tensor)]
         outs = [o for o in outs if isinstance(o, torch.Tensor)]
         out_labels = [label_of(o) for o in outs]

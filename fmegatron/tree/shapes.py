@@ -79,7 +79,7 @@ def specs(
 
 
 def _is_tuple_of_numbers(x: Any) -> bool:
-    return type(x) in (tuple, torch.Size) and all(type(n) is int for n in x)
+    return type(x) in (tuple, torch.Size) and all(isinstance(n, int) and not isinstance(n, bool) for n in x)
 
 
 def local(values: Tree, layouts: Tree, rank: int) -> Tree:

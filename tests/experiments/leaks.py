@@ -129,6 +129,9 @@ def counted_run(rank, folder, size, steps, log_every):
             note("wait", self.asked)
             return self.work.wait()
 
+        def is_completed(self):
+            return self.work.is_completed()
+
     def step(state, batch):
         now[0] = number = int(batch)
         logs = number in (1, steps) or number % log_every == 0

@@ -6,6 +6,7 @@ as a plain number (`len(x)`, `float(x.shape[0])`) may be one wherever a number i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ def of_factor(scope: Scope, node: Node, factor: float, divides: bool) -> Known |
 
 
 def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -> Known | None:
+    """None where a number beside them is as large as the ranks that share them: `x.numel() * mesh["dp"]` is what one
+    rank has, and Mesh gives plain numbers."""
     powers = {axis: power * sign for axis, power in ranks if scope.mesh.names.count(axis) and scope.mesh[axis] > 1}
     rest = whole
     for axis, power in ranks:
@@ -67,7 +70,9 @@ def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -
         rest /= size_of(dim) ** float(power)
         for axis in over(dim):
             powers[axis] = powers.get(axis, Fraction(0)) - sign * power
-    return Known({axis: power for axis, power in powers.items() if power}, abs(rest - 1) < 1e-9)
+    powers = {axis: power for axis, power in powers.items() if power}
+    ranks = math.prod(scope.mesh[axis] ** float(-power * sign) for axis, power in powers.items())
+    return None if powers and abs(rest - ranks) < 1e-9 * ranks else Known(powers, abs(rest - 1) < 1e-9)
 
 
 def as_asked(scope: Scope, number: float) -> frozenset[str]:

@@ -186,7 +186,7 @@ def test_a_peer_that_dies_while_it_sends(tmp_path):
             raise
 
     got = run(4, restore)
-    assert sorted(dead) == [0, 1] and all(isinstance(e, RuntimeError) for e in got)
+    assert dead and set(dead) <= {0, 1} and all(isinstance(e, RuntimeError) for e in got)
     assert saved.content() == before
     saved.assert_restored(saved.restore()[0], 1)
 
