@@ -71,8 +71,8 @@ def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -
         for axis in over(dim):
             powers[axis] = powers.get(axis, Fraction(0)) - sign * power
     powers = {axis: power for axis, power in powers.items() if power}
-    ranks = math.prod(scope.mesh[axis] ** float(-power * sign) for axis, power in powers.items())
-    return None if powers and abs(rest - ranks) < 1e-9 * ranks else Known(powers, abs(rest - 1) < 1e-9)
+    shared = math.prod(scope.mesh[axis] ** float(-power * sign) for axis, power in powers.items())
+    return None if powers and abs(rest - shared) < 1e-9 * shared else Known(powers, abs(rest - 1) < 1e-9)
 
 
 def as_asked(scope: Scope, number: float) -> frozenset[str]:
