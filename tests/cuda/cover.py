@@ -228,7 +228,7 @@ def promise(case: Mapping) -> Promise:
     if mask in ("caps", "dropout") or family == "gemma2":
         return Promise(frozenset(), True, waits)
     ring = axes in FORMS and axes not in ("ulysses", "gathered")
-    masked = mask in ("documents", "window") or family in ("mistral", "gemma3_text") or axes == "gathered"
+    masked = mask in ("documents", "window") or family in ("mistral", "gemma3_text") or axes in ("gathered", "ulysses")
     masked |= ring and "balanced" not in axes
     some = family == "gpt_oss"  # every other layer has a window
     if not ring and mask != "sinks" and not some:  # torch's own attention
