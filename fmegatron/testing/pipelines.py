@@ -49,9 +49,10 @@ def simulated(plan: entry.Plan, columns: list[list], mesh: Mesh, interpret: Call
         for i, unit in table.played(plan.table):
             for action in unit:
                 ranks[i].held.do(action)
-                for kind in action.kind:
-                    for message in waiting.pop((kind, action.stage, action.microbatch), ()):
-                        ranks[message.target].held.receive(message, ranks[i].held.sent(message))
+            made = [(kind, action.stage, action.microbatch) for action in unit for kind in action.kind]
+            for key in made:  # behind both actions of a pair, as in `programs`
+                for message in waiting.pop(key, ()):
+                    ranks[message.target].held.receive(message, ranks[i].held.sent(message))
         assert not waiting, "every message is sent"
         for rank in ranks:
             rank.held.end()

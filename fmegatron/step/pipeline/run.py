@@ -26,6 +26,7 @@ class Held:
         self.table, self.parts, self.rank, self.run, self.given, self.add = table, parts, rank, run, given, add
         self.values: dict[tuple[str, int], Any] = {}
         self.sides: dict[tuple[str, int], Any] = {}
+        self._leaving: dict[tuple[str, int, int], Any] = {}  # the message may stand behind the other action of a pair
         self._dead: list[tuple[str, int]] = []
         self._last = [self._lives(stage) for stage in range(parts.stages)]
 
@@ -62,6 +63,8 @@ class Held:
             pair, reader = self._pair(kind, stage), stage + (1 if kind == "F" else -1)
             if pair is not None and self.table.place[reader] == self.rank:
                 self.values[pair[1], i] = self.values[pair[0], i]
+            elif pair is not None:
+                self._leaving[kind, stage, i] = self.values[pair[0], i]
             self._dead += [(name, i) for name in self._last[stage][kind]]
 
     def _pair(self, kind: str, stage: int) -> tuple[str, str] | None:
@@ -69,10 +72,8 @@ class Held:
         return {"F": self.parts.forward, "B": self.parts.backward}[kind][stage] if kind != "W" else None
 
     def sent(self, message: Message) -> Any:
-        """What a message of this rank carries."""
-        pair = self._pair(message.kind, message.stage)
-        assert pair is not None, "a message has a value"
-        return self.values[pair[0], message.microbatch]
+        """What a message of this rank carries, once."""
+        return self._leaving.pop((message.kind, message.stage, message.microbatch))
 
     def receive(self, message: Message, value: Any) -> None:
         """Take what a message to this rank carries."""
