@@ -210,7 +210,8 @@ def own_part(source: Source, of: Description | structure.Tree, rank: int, name: 
         if strategy is None and known:
             layout = known[0].replace(shape=(source.batch_size, source.seq_len))
             return steps.RankBatches(source, layout, rank, vocab_size=vocab_size)
-        whole = isinstance(source, EvaluationBatches)  # an evaluation cuts no microbatches
+        by_stages = isinstance(of, Description) and of.pipeline is not None and mesh["pp"] > 1
+        whole = isinstance(source, EvaluationBatches) and not by_stages  # others cut no microbatches in an evaluation
         layout = steps.TokenBatches.layout(source, mesh, strategy, 1 if whole else microbatches)
         return steps.RankBatches(source, layout, rank, vocab_size=vocab_size)
     if tree.leaves(described):
