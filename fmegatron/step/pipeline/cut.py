@@ -343,8 +343,8 @@ def _require_marks(graph: fx.Graph, begins: Sequence[int], blocks: int, gradient
     for n, marks in found.items():
         if len(marks) > 2:
             raise ValueError(
-                f"{who}: got step.stage(x, {n}) {len(marks) // 2} times ({_line(marks[0])}), wanted it once before "
-                "block n; number the blocks"
+                f"{who}: got step.stage(x, {n}) {(len(marks) + 1) // 2} times ({_line(marks[0])}), wanted it once "
+                "before block n; number the blocks"
             )
     forward = [n for n in graph.nodes if n.target is MARK][:count]  # those of the backward are behind
     for at, n in enumerate(forward):

@@ -36,7 +36,8 @@ _LINEAR = MappingProxyType(
         **dict.fromkeys((*_SAME, *_MOVES, "squeeze", "select_backward", "slice_backward"), (0,)),
         **dict.fromkeys(("mul", "mm", "bmm"), (0, 1)),
         **dict.fromkeys(("div", "tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"), (0,)),
-        **{"threshold_backward": (0,), "embedding_dense_backward": (0,)},
+        **dict.fromkeys(("threshold_backward", "embedding_dense_backward", "_softmax_backward_data"), (0,)),
+        **dict.fromkeys(("_log_softmax_backward_data", "flip", "cumsum", "roll", "tril", "triu"), (0,)),
     }
 )
 # Of these only shape, dtype and device of the first argument count: they are full of a value.
@@ -173,7 +174,7 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
     if node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
         found: dict[int, fx.Node] = {}
         for x in node.args:
-            for s, term in terms_by_stage(graph, x, home, who).items():
+            for s, term in _terms_of(graph, x, home, stages, who).items():
                 found[s] = _noted(graph, home, s, node, (found[s], term)) if s in found else term
         return found
     at = next((i for i in _LINEAR.get(opname(node.target), ()) if _alone(node, i, home)), None)
@@ -182,7 +183,7 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
         before, behind = node.args[:at], node.args[at + 1 :]
         return {s: _noted(graph, home, s, node, (*before, term, *behind)) for s, term in terms.items()}
     if node.target in (_aten.stack.default, _aten.cat.default):
-        each = [terms_by_stage(graph, x, home, who) for x in node.args[0]]
+        each = [_terms_of(graph, x, home, stages, who) for x in node.args[0]]
         return {s: _joined(graph, home, s, node, [one.get(s) for one in each]) for s in sorted(stages)}
     if node.target is operator.getitem:
         whole, i = node.args
@@ -195,6 +196,12 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
         "read x = step.stage(x, n), and not the x before; another value goes from block to block with it (torch.cat), "
         "or is detached; a stack is taken apart once"
     )
+
+
+def _terms_of(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], stages: set[int], who: str) -> dict:
+    """`terms_by_stage` of one of several values of these stages; what no stage makes (of a penalty on parameters) is
+    with the first of them."""
+    return terms_by_stage(graph, node, home, who) if home[node] else {min(stages): node}
 
 
 def _alone(node: Any, at: int, home: dict[fx.Node, set[int]]) -> bool:

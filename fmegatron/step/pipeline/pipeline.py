@@ -41,7 +41,11 @@ __all__ = ["evaluated", "pipelined", "staged"]
 
 
 def pipelined(
-    loss_fn: Callable, pipeline: Pipelining | Pipeline, *, dtype: torch.dtype = torch.float32, axes: Axes | None = None
+    loss_fn: Callable,
+    pipeline: int | Pipelining | Pipeline,
+    *,
+    dtype: torch.dtype = torch.float32,
+    axes: Axes | None = None,
 ) -> Callable:
     """`f(params, batch, *args) -> ((loss, aux), grads)`: `accumulate(loss_fn, microbatches)`, computed by stages.
 
@@ -52,7 +56,8 @@ def pipelined(
         loss_fn: as `accumulate` takes it. A loss that is a scalar is the mean over equal microbatches; where rows count
             differently (a mask) it is parts, `step.mean(total, count)`.
         pipeline: the table of actions, whose microbatches the batch is cut into, and the blocks of each stage; or
-            `Pipelining(...).of(microbatches)`, whose stages are cut when the blocks have been counted.
+            `Pipelining(...).of(microbatches)`, whose stages are cut when the blocks have been counted; their number
+            alone is 1F1B.
         dtype: in which gradients of lower precision are added up and returned.
         axes: over whose data axes parts are added up, as of `value_and_grad`.
 
@@ -68,6 +73,8 @@ def pipelined(
         raise ValueError(
             f"pipelined: got {structure.in_words(loss_fn)}, wanted a function loss_fn(params, batch, *args)"
         )
+    if isinstance(pipeline, int):
+        pipeline = Pipelining().of(pipeline)
     n, _ = by_stages(pipeline, Mesh())
     without = accumulate(loss_fn, n, dtype=dtype, axes=axes)
     assert not isinstance(pipeline, Pipelining) or isinstance(pipeline, Scheduled), "it has their number"
