@@ -5,7 +5,7 @@ Claim    Positions mixed by learned lower triangular matrices, without attention
 Command  torchrun --nproc-per-node=4 experiments/mixer.py --mesh=dp=2,fsdp=2
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -67,12 +67,13 @@ def describe(config: Config):
     rate = optim.cosine(config.lr, config.run.steps, warmup=config.run.steps // 10)
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
 
-    def evaluate(state, batch):
-        average = step.averaged_params(state)
-        return step.means({"loss": loss_fn(average, batch)}, Axes(config.mesh))
-
     rows, parts = {"tokens": shape, "labels": shape}, config.pipeline.of(config.microbatches)
-    return step.build(loss_fn, optimizer, specs, rows, microbatches=parts, evaluate=evaluate, shards=True)
+    value = step.build(loss_fn, optimizer, specs, rows, microbatches=parts, shards=True)
+
+    def evaluate(state, batch):  # as the step evaluates, by stages where it has some
+        return value.evaluate(state._replace(params=step.averaged_params(state)), batch)
+
+    return replace(value, evaluate=evaluate)
 
 
 def text():

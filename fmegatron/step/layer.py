@@ -123,9 +123,9 @@ def layer_layout(layout: Layout) -> Layout:
 def _of_one_layer(path: str, layout: Layout) -> Layout:
     layout = layout if known_ranks.recorded_stages() is None else layout.without("pp")
     if not layout.shape or layout.axes(0) or (layout.flat and not layout.flat_from):
-        raise ValueError(
-            f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; name the axis on another dim"
-        )
+        by_stages = "evaluate as the step does, with the `evaluate` of the value that `step.build` gives"
+        fix = by_stages if layout.shape and layout.axes(0) == ("pp",) else "name the axis on another dim"
+        raise ValueError(f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; {fix}")
     how = {"flat": layout.flat, "flat_from": max(0, layout.flat_from - 1), "padded": layout.padded}
     return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:], **how)
 

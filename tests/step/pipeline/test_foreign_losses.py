@@ -1,12 +1,15 @@
 """Penalties beside shared parameters, gradients of shared tables through linear ops, what pairs of actions send, rows
 of an evaluation beside data axes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from fmegatron import data, model, optim, step, tree
 from fmegatron.layout import Layout, Mesh
+from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.reading import own_part
 from fmegatron.step.pipeline import schedules
 from fmegatron.testing import simulate
@@ -80,3 +83,9 @@ def test_rows_of_an_evaluation_by_stages_are_cut_as_those_of_the_step(axis):
     for rank, rows in enumerate(found):
         wanted = torch.cat([whole[s.start : s.start + s.length] for s in layout.segments(rank, 0)])
         assert torch.equal(torch.as_tensor(rows), wanted), rank
+
+
+def test_averaged_weights_are_evaluated_by_stages():
+    kind, describe = load_experiment(str(Path(__file__).parents[3] / "experiments" / "mixer.py"))
+    value = describe(kind(mesh=Mesh(pp=2, fsdp=2), dim=8, layers=2, seq_len=8, batch_size=8, microbatches=2))
+    assert step.check(value.evaluate, tree.layouts(value.state), tree.layouts(value.batch)).ok
