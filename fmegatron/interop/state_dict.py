@@ -167,14 +167,14 @@ def load_state_dict(
     """
     state, pairs = opened(state_dict)
     flat_items(state)  # what contains itself is an error
-    unmade, numbers = Unmade(state, pairs), Renumbered(state, pairs, {})
+    unmade, numbers = Unmade(state, pairs), Renumbered(state, pairs, {}, {})
 
     def ask(offer: filling.Offer) -> filling.Asked:
         nonlocal unmade, numbers
         unmade.undo()
         numbers.undo()
         stored = offer.source.metadata.get(values_of.CONTAINERS)
-        numbers = Renumbered(state, pairs, stored if isinstance(stored, dict) else {})
+        numbers = Renumbered(state, pairs, stored if isinstance(stored, dict) else {}, offer.values)
         unmade = Unmade(state, pairs)
         # The state of optimizers that have not made it themselves, as what is stored has it.
         unmade.make(offer.arrays | dict.fromkeys(offer.values), offer.is_sharded, ranks.size)

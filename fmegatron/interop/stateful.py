@@ -116,7 +116,7 @@ def with_names(state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]], containe
     for keys, _, names in _named(state, pairs):
         path = "/".join(map(str, (*keys, "state")))
         if names is not None and isinstance(found.get(path), dict):
-            found[path] = {**found[path], "names": {str(number): name for number, name in names.items()}}
+            found[path] = {**found[path], "names": {str(number): some[0] for number, some in names.items()}}
     return found
 
 
@@ -125,25 +125,37 @@ class Renumbered:
 
     Two programs may register the same parameters in another order; torch's state dicts number them. `finish` gives each
     group its own parameters back, when values have been filled.
+
+    containers: what a save of ours notes. values: what is stored beside tensors: of an optimizer that was given names
+    (`model.named_parameters()`) they are among its groups.
     """
 
-    def __init__(self, state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]], containers: Mapping[str, Any]):
+    def __init__(
+        self,
+        state: Any,
+        pairs: Sequence[tuple[Any, dict[str, Any]]],
+        containers: Mapping[str, Any],
+        values: Mapping[str, Any],
+    ):
         self._undo: list[tuple[dict, dict, list[list]]] = []
-        self._groups: list[tuple[dict, list]] = []
+        self._groups: list[tuple[dict, list, Any]] = []
         for keys, inner, names in _named(state, pairs):
             path = "/".join(map(str, (*keys, "state")))
             kind = containers.get(path)
             stored = kind.get("names") if isinstance(kind, dict) else None
+            if stored is None:
+                stored = _names_in(values, "/".join(map(str, (*keys, "param_groups"))))
             if names is None or not isinstance(stored, dict):
                 continue
             numbers = {name: int(number) for number, name in stored.items() if str(number).isdecimal()}
-            if set(numbers) != set(names.values()):
-                lost = sorted(set(numbers) ^ set(names.values()))
+            own = {number: next((one for one in some if one in numbers), some[0]) for number, some in names.items()}
+            if set(numbers) != set(own.values()):
+                lost = sorted(set(numbers) ^ set(own.values()))
                 raise ValueError(
                     f"{path}: got an optimizer of other parameters than the checkpoint's, wanted the same names: "
                     f"{', '.join(map(str, lost[:5]))}; give the optimizer the parameters that were saved"
                 )
-            new = {number: numbers[name] for number, name in names.items()}
+            new = {number: numbers[name] for number, name in own.items()}
             if all(a == b for a, b in new.items()):
                 continue
             old = [list(group["params"]) for group in inner["param_groups"]]
@@ -151,17 +163,19 @@ class Renumbered:
             inner["state"] = {new[number]: x for number, x in inner["state"].items()}
             for group, own in zip(inner["param_groups"], old, strict=True):
                 group["params"] = [new[number] for number in own]
-                self._groups.append((group, group["params"]))
+                self._groups.append((group, group["params"], group.get("param_names")))
 
     def finish(self) -> None:
         """The numbers of each group's own parameters, in their order, which torch loads by."""
-        for group, numbers in self._groups:
+        for group, numbers, names in self._groups:
             if sorted(group["params"]) != sorted(numbers):
                 raise ValueError(
                     "param_groups: got other parameters in a group than the checkpoint has there, wanted the same; "
                     "give the groups the parameters that they were saved with"
                 )
             group["params"] = numbers
+            if names is not None:
+                group["param_names"] = names
 
     def undo(self) -> None:
         """As the state dicts were."""
@@ -173,17 +187,41 @@ class Renumbered:
 
 
 def _named(state: Any, pairs: Sequence[tuple[Any, dict[str, Any]]]) -> Iterator[tuple[tuple, dict, dict | None]]:
-    """(keys, state dict, {number: name of the parameter}) of every optimizer; None where a name is not known, or is
-    another's, too."""
-    known: dict[int, str] = {}
+    """(keys, state dict, {number: names of the parameter, of a tied one several}) of every optimizer; None where a name
+    is not known, or is another's, too. Names are those of the modules, else those that the optimizer was given."""
+    known: dict[int, list[str]] = {}
     for value, _ in pairs:
         if isinstance(value, torch.nn.Module):
-            for name, x in value.named_parameters():
-                known.setdefault(id(x), name)
+            for name, x in value.named_parameters(remove_duplicate=False):
+                known.setdefault(id(x), []).append(name)
     for keys, inner, parameters in _optimizers(state, (), {id(inner): value for value, inner in pairs}):
-        names = {number: known.get(id(x), "") for number, x in parameters.items() if type(number) is int}
-        whole = len(names) == len(parameters) == len(set(names.values())) and all(names.values())
+        given = _given(inner)
+        names = {n: known.get(id(x)) or given.get(n, []) for n, x in parameters.items() if type(n) is int}
+        every = [name for some in names.values() for name in some]
+        whole = len(names) == len(parameters) and all(names.values()) and len(every) == len(set(every))
         yield keys, inner, names if whole else None
+
+
+def _given(inner: Mapping[str, Any]) -> dict[Any, list[str]]:
+    """{number: [name]} of the groups of an optimizer that was given names."""
+    found = {}
+    for group in inner["param_groups"]:
+        numbers, names = (group.get(key) for key in ("params", "param_names")) if isinstance(group, dict) else ((), ())
+        if isinstance(names, list | tuple) and len(names) == len(numbers):
+            found |= {n: [name] for n, name in zip(numbers, names, strict=True)}
+    return found
+
+
+def _names_in(values: Mapping[str, Any], path: str) -> dict[str, str] | None:
+    """{number: name} as `with_names` notes them, of stored groups; None where one has no names."""
+    found, i = {}, 0
+    while (numbers := values.get(f"{path}/{i}/params")) is not None:
+        names = values.get(f"{path}/{i}/param_names")
+        if not isinstance(numbers, list) or not isinstance(names, list) or len(names) != len(numbers):
+            return None
+        found |= {str(n): str(name) for n, name in zip(numbers, names, strict=True)}
+        i += 1
+    return found or None
 
 
 def _optimizers(state: Any, keys: tuple, owners: Mapping[int, Any]) -> Iterator[tuple[tuple, dict, dict]]:

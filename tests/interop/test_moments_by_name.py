@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 from fmegatron import interop
 
@@ -51,6 +52,38 @@ def test_another_order_of_registration(tmp_path, order, fresh, groups):
     trained(net, optimizer)
     trained(other, another)
     assert all(torch.equal(x, of[name]) for name, x in other.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_dcp", [False, True])
+def test_names_that_the_optimizer_was_given(tmp_path, is_dcp):
+    """Without the module, whose names would count; also of torch's own checkpoint. Each group keeps its own names."""
+    net, other = Layers("abc"), Layers("cba", 1)
+    optimizer, another = (torch.optim.AdamW(list(x.named_parameters())) for x in (net, other))
+    trained(net, optimizer)
+    if is_dcp:
+        torch.distributed.checkpoint.save({"o": optimizer.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    else:
+        interop.save_state_dict(tmp_path / "c", {"o": optimizer})
+    interop.load_state_dict(interop.source(tmp_path / "c"), {"o": another})
+    of = dict(net.named_parameters())
+    for name, x in other.named_parameters():
+        assert torch.equal(another.state[x]["exp_avg"], optimizer.state[of[name]]["exp_avg"]), name
+    assert another.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
+
+
+def test_a_tied_parameter_has_several_names(tmp_path):
+    """The first to be registered is noted; another program may register another one first."""
+    net, other = Layers("abc"), Layers("cba", 1)
+    for one in (net, other):
+        one.c.weight = one.a.weight
+    optimizer, another = (torch.optim.AdamW(x.parameters()) for x in (net, other))
+    trained(net, optimizer)
+    interop.save_state_dict(tmp_path / "c", {"model": net, "optimizer": optimizer})
+    interop.load_state_dict(tmp_path / "c", {"model": other, "optimizer": another})
+    of = dict(net.named_parameters(remove_duplicate=False))
+    for name, x in other.named_parameters(remove_duplicate=False):
+        assert torch.equal(another.state[x]["exp_avg"], optimizer.state[of[name]]["exp_avg"]), name
 
 
 def test_other_parameters_are_refused(tmp_path):
