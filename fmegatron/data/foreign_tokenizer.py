@@ -41,6 +41,7 @@ _IGNORED = frozenset(
     merges_file special_tokens_map_file from_slow use_fast legacy transformers_version tokenizer_type
     do_basic_tokenize never_split unsloth_version init_inputs _commit_hash""".split()
 )
+_LISTS = frozenset(("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"))
 _OFF = frozenset(("split_special_tokens", "fix_mistral_regex", "sp_model_kwargs", "add_dummy_prefix_space"))
 # What a class of transformers writes over that of tokenizer.json: (its kind of part, its field).
 _TWICE = MappingProxyType(
@@ -180,6 +181,8 @@ def _named_beside(path: Path, own: Mapping[str, Any]) -> tuple[dict[str, str], d
                 f"{at}: got {field}={config[field]!r}, and {kind} with {name}={values.pop()!r} in {path.name}, wanted "
                 "them equal: programs differ in which they take; save the tokenizer anew"
             )
+    if own:
+        _require_same_added(at, config, own)
     first, second = _texts(at, config), _texts(at, more)
     for name in first.keys() & second.keys():
         if first[name] != second[name]:
@@ -192,6 +195,40 @@ def _named_beside(path: Path, own: Mapping[str, Any]) -> tuple[dict[str, str], d
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{at}: got no added tokens ({error}), wanted ids and their contents") from None
     return {**second, **first}, added
+
+
+def _require_same_added(path: Path, config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse tokens that transformers adds to those of tokenizer.json, or finds in another way, by a configuration."""
+    known = {one.get("content"): one for one in own.get("added_tokens") or () if isinstance(one, dict)}
+    decoder, flags = config.get("added_tokens_decoder"), ["lstrip", "rstrip", "single_word"]
+    flags += ["normalized"] if own.get("normalizer") else []
+    for one in decoder.values() if isinstance(decoder, dict) else ():
+        text = one.get("content") if isinstance(one, dict) else None
+        for field in flags if text in known else ():
+            if one.get(field, known[text].get(field)) != known[text].get(field):
+                raise ValueError(
+                    f"{path}: got {field}={one[field]!r} for the added token {text!r}, and {known[text].get(field)!r} "
+                    "in tokenizer.json, wanted them equal: transformers takes the first, others the second; save the "
+                    "tokenizer anew"
+                )
+    for field in sorted(_IGNORED & config.keys()):
+        if field not in _LISTS and not field.endswith("_token"):
+            continue
+        for text in _tokens_in(config[field]):
+            if text not in known:
+                raise ValueError(
+                    f"{path}: got {text!r} in {field}, which tokenizer.json has not among its added tokens, wanted it "
+                    "there: transformers adds it, and texts have other ids; save the tokenizer anew, or take it out"
+                )
+
+
+def _tokens_in(value: Any) -> list[str]:
+    """The texts of tokens that a field gives, alone, in lists, or by name."""
+    if isinstance(value, dict):
+        value = value["content"] if "content" in value else list(value.values())
+    if isinstance(value, list):
+        return [text for one in value for text in _tokens_in(one)]
+    return [value] if isinstance(value, str) else []
 
 
 def _beside(path: Path) -> dict[str, Any]:
@@ -254,7 +291,7 @@ def _require_room(path: Path, added: Mapping[str, int], ranks: Mapping[int, byte
 def _pattern_of(path: Path, content: bytes) -> str:
     """The regular expression that splits a text before its parts are merged."""
     if (given := disk.content_of(path.with_name(f"{path.name}.pattern"))) is not None:
-        return given.decode("utf-8").removesuffix("\n")
+        return given.decode("utf-8").removesuffix("\n").removesuffix("\r")
     digest = hashlib.sha256(content).hexdigest()
     if digest in _PATTERNS:
         return _PATTERNS[digest]

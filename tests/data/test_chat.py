@@ -169,6 +169,12 @@ class Sneaky(str):
         raise AssertionError("a template called a method of ours")
 
 
+@pytest.mark.parametrize("text", ["{{ [1, 2, 3] | random }}", "{{ lipsum() }}"])
+def test_a_template_writes_nothing_by_chance(text):
+    with pytest.raises(ValueError, match="No filter named 'random'|'lipsum' is undefined"):
+        ChatTemplate(text).render([{"role": "user", "content": "a"}])
+
+
 def test_only_json_values_reach_a_template():
     run = ChatTemplate("{{ messages[0].content.run() }}")
     with pytest.raises(ValueError, match="UndefinedError"):

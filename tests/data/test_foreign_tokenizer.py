@@ -77,6 +77,29 @@ def test_fields_that_are_refused(tmp_path, file, field, words):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ({"added_tokens_decoder": {"1": {"content": "[PAD]", "lstrip": True}}}, r"lstrip=True .* and False in"),
+        ({"added_tokens_decoder": {"1": {"content": "[PAD]", "rstrip": True}}}, r"rstrip=True .* and False in"),
+        ({"additional_special_tokens": ["w7"]}, "got 'w7' in additional_special_tokens, which tokenizer.json has not"),
+        ({"extra_special_tokens": {"image_token": {"content": "<new>"}}}, "got '<new>' in extra_special_tokens"),
+        ({"cls_token": "w7"}, "got 'w7' in cls_token"),
+        ({"additional_special_tokens": ["[PAD]"], "cls_token": {"content": "[PAD]"}, "sep_token": None}, None),
+        ({"added_tokens_decoder": {"1": {"content": "[PAD]", "normalized": True, "lstrip": False}}}, None),
+    ],
+)
+def test_tokens_that_transformers_adds_or_finds_in_another_way(tmp_path, config, words):
+    made = of_words(tmp_path, **config)
+    made.add_special_tokens(["[PAD]"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    if words is None:
+        assert load_tokenizer(tmp_path).encode("w1 [PAD] w2").tolist() == [4, 1, 5]
+        return
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(tmp_path)
+
+
 def test_dropout_of_the_model_is_refused(tmp_path):
     of_huggingface(tmp_path)
     path = tmp_path / "tokenizer.json"
