@@ -84,7 +84,7 @@ def _read(run: Any) -> tuple[int, str] | None:
         return int(found["first"]), str(found["why"])
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path}: got {error}, wanted the first update in doubt; remove it to go on from the newest checkpoint"
         ) from error

@@ -42,8 +42,8 @@ def read_lines(
 ) -> tuple[list[tuple[str, dict[str, Any]]], list[int]]:
     """((line, its record) of those that can be read, in order; numbers from 1 of the lines that cannot).
 
-    read: makes a record of a JSON value; what it raises (ValueError, KeyError, TypeError, AttributeError) means that
-    the line is none. Empty lines are left out. Raises OSError.
+    read: makes a record of a JSON value; what it raises (ValueError, KeyError, TypeError, AttributeError,
+    OverflowError) means that the line is none. Empty lines are left out. Raises OSError.
     """
     found, bad = [], []
     for number, line in enumerate(Path(path).read_text(errors="replace").split("\n"), 1):
@@ -51,7 +51,7 @@ def read_lines(
             continue
         try:
             found.append((line, read(json.loads(line))))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             bad.append(number)
     return found, bad
 

@@ -126,8 +126,10 @@ def started(path: Path, step: int, rules: Restart | None, world: World) -> None:
         again = any(os.environ.get(name, "0") not in ("", "0") for name in _COUNTS)
         job = next((os.environ[name] for name in _JOBS if os.environ.get(name, "none") not in ("", "none")), None)
         before = {}
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             before = json.loads(path.read_text())
+        if not isinstance(before, dict) or type(before.get("restarts", 0)) is not int:
+            before = {}  # a note of anybody's: the others wait for the word of this rank
         again = again or (job is not None and before.get("job") == job)  # a node counts only the restarts it caused
         count = before.get("restarts", 0) + 1 if again and before.get("step") == step else 0
         if count > rules.most:

@@ -113,9 +113,10 @@ def test_local_replicas_of_updates_in_doubt(tmp_path):
     assert again.start == 4
 
 
-def test_a_verdict_that_cannot_be_read(tmp_path):
+@pytest.mark.parametrize("text", ['{"first"', '{"first": Infinity, "why": ""}', "[" * 100_000])
+def test_a_verdict_that_cannot_be_read(tmp_path, text):
     list(run_of(tmp_path)(positions, steps=2))
-    (tmp_path / "doubt.json").write_text('{"first"')
+    (tmp_path / "doubt.json").write_text(text)
     with pytest.raises(RuntimeError, match="doubt.json: got .*, wanted the first update in doubt; remove it"):
         next(run_of(tmp_path)(positions, steps=4))
 

@@ -84,7 +84,10 @@ def _interrupt():
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "\udcff\0", "[]", '{"step": "4"}', "[" * 100_000])
+HUGE = f'{{"step": {10**400}}}'  # no float is as large
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "\udcff\0", "[]", '{"step": "4"}', "[" * 100_000, HUGE])
 def test_a_torn_line_in_the_middle_costs_that_line(tmp_path, torn):
     updates(tmp_path, steps=5)
     path = tmp_path / "metrics.jsonl"
