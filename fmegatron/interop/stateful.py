@@ -206,7 +206,9 @@ def _given(inner: Mapping[str, Any]) -> dict[Any, list[str]]:
     """{number: [name]} of the groups of an optimizer that was given names."""
     found = {}
     for group in inner["param_groups"]:
-        numbers, names = (group.get(key) for key in ("params", "param_names")) if isinstance(group, dict) else ((), ())
+        if not isinstance(group, dict):
+            continue
+        numbers, names = group.get("params") or (), group.get("param_names")
         if isinstance(names, list | tuple) and len(names) == len(numbers):
             found |= {n: [name] for n, name in zip(numbers, names, strict=True)}
     return found
