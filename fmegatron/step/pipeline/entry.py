@@ -135,8 +135,8 @@ class Plan:
             path, layer = _layer(name)
             if layer_of(name)[0].startswith("0/") and (layer is not None or path not in self.summed):
                 raise ValueError(
-                    f"{who}: got a metric of the parameter {path!r} itself, wanted it "
-                    "made of values of one stage; compute it outside of the loss"
+                    f"{who}: got a metric or a penalty of the parameter {path!r} itself, "
+                    "wanted it made of values of one stage; compute it outside of the loss"
                 )
 
     def _split_of(self, path: str) -> Split:
