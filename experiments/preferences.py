@@ -20,7 +20,7 @@ from fmegatron.loop import field
 class Config:
     mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp
     run: loop.Options = loop.Options("runs/preferences", steps=60)
-    start: str = field("runs/shakespeare", resume="refused")  # the run whose model is the reference, and the beginning
+    beginning: str = field("runs/shakespeare", resume="refused")  # the run whose model is the reference too
     text: str = field("data/tinyshakespeare.txt", resume="free")
     pairs: int = field(8, resume="refused", least=1)  # of a step, all ranks together
     seq_len: int = field(64, resume="refused", least=4)
@@ -36,7 +36,7 @@ def begun(folder):
 
 def describe(config):
     """One state of two models, of which one is trained."""
-    of, strategy = begun(config.start).decoder, DataParallel.zero3()
+    of, strategy = begun(config.beginning).decoder, DataParallel.zero3()
     policy = tree.named(model.specs(of, config.mesh, strategy=strategy))
     specs = {"policy": policy, "reference": tree.copies(policy)}
 
@@ -65,7 +65,7 @@ def describe(config):
 def read(config):
     """Pairs by the number of a step: windows of the text, and the same with their second halves in disorder."""
     with open(config.text, encoding="utf-8") as file:
-        ids = torch.from_numpy(begun(config.start).tokenizer.encode(file.read())).long()
+        ids = torch.from_numpy(begun(config.beginning).tokenizer.encode(file.read())).long()
 
     @data.source
     def pairs(position):
@@ -82,7 +82,7 @@ def read(config):
 def init(config, described, world):
     """Both models are that of the run: what is given by the names of its parameters is taken for all copies of them."""
     params = tree.layouts(described.state.params["policy"])
-    start = model.opened(config.start, config.mesh, world=world, layouts=params).params
+    start = model.opened(config.beginning, config.mesh, world=world, layouts=params).params
     return tree.init(described.state, config.run.seed, world.rank, world.device, given=start)
 
 

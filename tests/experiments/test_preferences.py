@@ -9,7 +9,7 @@ import torch
 from experiments import preferences, shakespeare
 from fmegatron import loop, model, step, testing, tree
 from fmegatron.layout import Mesh
-from fmegatron.loop import Log, Options, Save
+from fmegatron.loop import Log, Options, Save, flags
 
 SMALL = {"dim": 24, "layers": 2, "heads": 2, "seq_len": 16, "batch_size": 8, "warmup": 1, "sample": 0}
 
@@ -26,7 +26,7 @@ def start(tmp_path_factory):
 def config(start, folder, **changes):
     text = str(shakespeare.TEXT)
     run = Options(str(folder), steps=6, backend="eager", log=Log(every=1), save=Save(every=3))
-    return preferences.Config(run=run, start=start, text=text, seq_len=12, lr=3e-3, **changes)
+    return preferences.Config(run=run, beginning=start, text=text, seq_len=12, lr=3e-3, **changes)
 
 
 @pytest.mark.slow
@@ -74,3 +74,9 @@ def test_it_is_equal_to_one_rank(start, tmp_path, mesh):
 
 def test_the_file_is_one_that_tools_load():
     assert importlib.import_module("experiments.preferences").experiment.Config is preferences.Config
+
+
+def test_its_fields_are_flags(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["preferences.py", "--help"], preferences.Config)
+    assert "--beginning=" in capsys.readouterr().out
