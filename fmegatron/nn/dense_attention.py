@@ -63,11 +63,13 @@ def _with_scores(q_BSHK, k_BTGK, v_BTGK, mask, sinks_H, softcap, scale, drop) ->
     s_BHST = s_BHST if softcap is None else soft_cap(s_BHST, softcap)
     if mask is None:
         mask = torch.arange(S, device=s_BHST.device)[:, None] >= torch.arange(T, device=s_BHST.device)
-    s_BHST = s_BHST.to(torch.promote_types(s_BHST.dtype, torch.float32)).masked_fill(~mask, -torch.inf)
+    sees = mask.any(-1, keepdim=True)  # a row that sees nothing has the output 0, not that of 0 / 0
+    s_BHST = s_BHST.to(torch.promote_types(s_BHST.dtype, torch.float32)).masked_fill(~mask & sees, -torch.inf)
     if sinks_H is None:
         p_BHST = s_BHST.softmax(-1)
     else:
         total_BHS1 = torch.logaddexp(s_BHST.logsumexp(-1, keepdim=True), sinks_H.to(s_BHST.dtype)[:, None, None])
         p_BHST = (s_BHST - total_BHS1).exp()
+    p_BHST = p_BHST.masked_fill(~sees, 0.0)
     o_BGRSK = drop(p_BHST).to(v_BGTK.dtype).unflatten(1, (G, H // G)) @ v_BGTK.unsqueeze(2)
     return o_BGRSK.flatten(1, 2).transpose(1, 2)
