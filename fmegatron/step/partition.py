@@ -240,7 +240,8 @@ def _min_cut_names(joint: Joint, policy: Policy) -> set[str] | None:
     if not (policy == "mincut" or isinstance(policy, int | float)):
         return None
     budget = float(policy) if isinstance(policy, int | float) else 1.0
-    with torch.no_grad(), joint.fake_mode:
+    # Below 1 torch measures what each op costs, by running it: no ops of a step that is being traced.
+    with outside_of_tracing(), torch.no_grad(), joint.fake_mode:
         given = [joint.inputs, joint.tangents]
         _, backward = min_cut(joint.graph_module, given, joint.spec.num_leaves, budget)
     return {n.name for n in backward.graph.find_nodes(op="placeholder")}
