@@ -59,6 +59,8 @@ _BY_ROWS = "Write it for each row (x.expand(rows).sum()), or add it behind the s
 _AS_MEAN = "right, where what is pending was multiplied by it, and by a number whether it was cannot be told"
 _TIMES = "Write axes[name].size * x, before other factors: it knows that it is the number of ranks, 0.1 * it does not"
 _SIZE = "by a size of a rank's part, which is another than that of one rank"
+_ROWS_OVER = "divides a rank's own rows by the number of ranks, of which one has none"
+_ROWS_TIMES = "multiplies a rank's own rows by the number of ranks"
 _MEAN = "Leave the division out; or write the terms as means: x.mean(), or x.sum() / len(x), before that"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
@@ -348,6 +350,12 @@ def scaled(
     if times:  # terms of which a sum is n times too large, as those of a mean are: they are divided behind the sum
         x = raised(x, times, 1, node, "terms of a sum over the ranks, times their number: too large by it")
         over = {a: power for a, power in over.items() if a not in times}
+        return scaled(scope, node, x, factor, over, divides) if over else x
+    split = [a for a in over if not back and a not in x.excess and a not in x.marks and a not in x.portion]
+    if split := [a for a in split if over[a] in (-1, 1) and not x.replicated(a)]:  # rows: the sum over them is as wrong
+        x = raised(x, [a for a in split if over[a] == 1], 1, node, _ROWS_TIMES, loose=True)
+        x = raised(x, [a for a in split if over[a] == -1], -1, node, _ROWS_OVER, loose=True)
+        over = {a: power for a, power in over.items() if a not in split}
         return scaled(scope, node, x, factor, over, divides) if over else x
     if divides and not over and abs(factor) != 1:  # sum / ranks / rows
         rows = [a for a, e in x.excess.items() if e.power == -1 and e.what == NO_MEAN]
