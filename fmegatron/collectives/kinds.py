@@ -220,7 +220,7 @@ def _define(collective: Collective) -> Any:
 def collective_of(target: object) -> Collective | None:
     """The collective of a target of an fx node; None for anything else."""
     found = getattr(target, "collective", None)
-    return found if isinstance(found, Collective) else None
+    return found if found is not None and isinstance(found, Collective) else None
 
 
 def require_mesh_of_graph(graph: torch.fx.Graph, mesh: Mesh, who: str, whose: str) -> None:

@@ -30,7 +30,8 @@ class Known(NamedTuple):
 
 def read(graph: torch.fx.Graph) -> frozenset[str]:
     """Names of the nodes whose sizes numbers of a graph are made of, or may be."""
-    found = {name for node in graph.nodes for _, sizes, _ in node.meta.get("parts", ()) for name, *_ in sizes}
+    made = [sizes for node in graph.nodes if "parts" in node.meta for _, sizes, _ in node.meta["parts"]]
+    found = {name for sizes in made for name, *_ in sizes}
     return frozenset(found.union([node.name for node in graph.nodes if "asked" in node.meta]))
 
 
