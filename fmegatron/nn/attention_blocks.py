@@ -37,6 +37,7 @@ __all__ = [
     "of_queries",
     "sinks_backward",
     "skips_hidden",
+    "wide",
     "with_sinks",
 ]
 
@@ -139,8 +140,8 @@ def block_backward(
     dtype, k_BHTK, v_BHTK = q_BHSK.dtype, of_queries(k_BGTK, q_BHSK), of_queries(v_BGTK, q_BHSK)
     s_BHTS, do_BHSK = _capped(k_BHTK @ q_BHSK.mT, q_BHSK, softcap), do_BHSK.to(dtype)
     p_BHTS = (_seen(s_BHTS, mask, causal, transposed=True) - lse_BHS[..., None, :]).exp()
-    of_rows_BHS = _wide(do_BHSK * o_BHSK).sum(-1)
-    ds_BHTS = p_BHTS * (_wide(v_BHTK @ do_BHSK.mT) - of_rows_BHS[..., None, :]) * q_BHSK.shape[-1] ** -0.5
+    of_rows_BHS = wide(do_BHSK * o_BHSK).sum(-1)
+    ds_BHTS = p_BHTS * (wide(v_BHTK @ do_BHSK.mT) - of_rows_BHS[..., None, :]) * q_BHSK.shape[-1] ** -0.5
     if softcap is not None:
         ds_BHTS = ds_BHTS * (1 - (s_BHTS / softcap).square())  # of cap tanh(x / cap)
     ds_BHTS = ds_BHTS.to(dtype)
@@ -270,6 +271,11 @@ def of_queries(x_BGTK: Tensor, q: Tensor) -> Tensor:
     return x_BGTK.repeat_interleave(q.shape[1] // x_BGTK.shape[1], 1)
 
 
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or fp64 of fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 # ---- details ---------------------------------------------------------------------------------------------------------
 class _Seen(NamedTuple):
     """A block: its queries and keys (None: all of them), its part of the mask, and whether it is causal itself."""
@@ -307,7 +313,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float 
 
 def _added(first: Sequence[Tensor] | None, second: Sequence[Tensor]) -> list[Tensor]:
     """Wide, where there is something to add."""
-    return list(second) if first is None else [_wide(x) + _wide(y) for x, y in zip(first, second, strict=True)]
+    return list(second) if first is None else [wide(x) + wide(y) for x, y in zip(first, second, strict=True)]
 
 
 def _joined(found: dict[int, Sequence[Tensor]], which: int) -> Tensor:
@@ -316,17 +322,13 @@ def _joined(found: dict[int, Sequence[Tensor]], which: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _additive(q: Tensor, mask: Tensor | None) -> Tensor | None:
     return None if mask is None else torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
 
 
 def _capped(products: Tensor, q: Tensor, softcap: float | None) -> Tensor:
     """Scores of products of queries and keys."""
-    scores = _wide(products) * q.shape[-1] ** -0.5
+    scores = wide(products) * q.shape[-1] ** -0.5
     return scores if softcap is None else soft_cap(scores, softcap)
 
 

@@ -27,6 +27,7 @@ from fmegatron.nn.attention_blocks import (
     merged,
     sinks_backward,
     skips_hidden,
+    wide,
     with_sinks,
 )
 from fmegatron.nn.attention_masks import Causal, visible
@@ -285,10 +286,6 @@ def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:
     return kv, declare(at, how.cp, "own", 2) if how.masked else at
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _plain(how, hop, found, rows, keys):
     """[(o, lse)] with one block more."""
     (q, at), (k, v, at_k) = rows, keys
@@ -299,7 +296,7 @@ def _plain(how, hop, found, rows, keys):
 
 def _plain_backward(how, hop, rows, keys):
     (q, at, do, o, lse), (k, v, at_k) = rows, keys
-    return [_wide(g) for g in block_backward(do, q, k, v, (o, lse), *how.seen(at, at_k), softcap=how.softcap)]
+    return [wide(g) for g in block_backward(do, q, k, v, (o, lse), *how.seen(at, at_k), softcap=how.softcap)]
 
 
 # ---- balanced: of a block that came from rank s, rank r needs two of four parts --------------------------------------
@@ -339,22 +336,22 @@ def _balanced(how, hop, found, rows, keys):
 def _balanced_backward(how, hop, rows, keys):
     if how.whole and hop == 0:
         (q, _, do, o, lse), (k, v, _) = rows, keys
-        return list(map(_wide, block_backward(do, q, k, v, (o, lse), causal=True)))
+        return list(map(wide, block_backward(do, q, k, v, (o, lse), causal=True)))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
 
     def backward(do, q, k, v, o, lse, seen):
         return block_backward(do, q, k, v, (o, lse), *seen, softcap=how.softcap)
 
-    dq1, dk0, dv0 = map(_wide, backward(do1, q1, k0, v0, o1, l1, how.seen(a1, b0)))
+    dq1, dk0, dv0 = map(wide, backward(do1, q1, k0, v0, o1, l1, how.seen(a1, b0)))
     if hop == 0:
-        dq0, *more = map(_wide, backward(do0, q0, k0, v0, o0, l0, how.seen(a0, b0, diagonal=True)))
+        dq0, *more = map(wide, backward(do0, q0, k0, v0, o0, l0, how.seen(a0, b0, diagonal=True)))
         dk0, dv0 = dk0 + more[0], dv0 + more[1]
-        more, dk1, dv1 = map(_wide, backward(do1, q1, k1, v1, o1, l1, how.seen(a1, b1, diagonal=True)))
+        more, dk1, dv1 = map(wide, backward(do1, q1, k1, v1, o1, l1, how.seen(a1, b1, diagonal=True)))
         return _joined((dq0, dq1 + more), (dk0, dk1), (dv0, dv1))
     earlier = _earlier(how, hop, q0)
     q, a, do, o, lse, k, v, b = (torch.where(earlier, x, y) for x, y in pairs)
-    dq, dk, dv = map(_wide, backward(do, q, k, v, o, lse, how.seen(a, b)))
+    dq, dk, dv = map(wide, backward(do, q, k, v, o, lse, how.seen(a, b)))
 
     def parted(x):
         return torch.where(earlier, x, 0.0), torch.where(earlier, 0.0, x)
