@@ -39,20 +39,17 @@ class Config:  # what this experiment varies; how it runs (folder, steps, seed, 
     sample: int = field(120, resume="free", least=0)  # characters of each
 
     def __post_init__(self):
-        loop.check(self), decoder(self, vocab_size=1), adamw(self)
+        loop.check(self), trained(self, vocab_size=1)
         lengths = sorted({len(text) for text in self.prompts}) or [1]
         if not 1 <= lengths[0] == lengths[-1] < self.seq_len:
             raise ValueError(f"Config.prompts: got lengths {lengths}, wanted one length of 1 to {self.seq_len - 1}")
 
 
-def decoder(of, vocab_size):
+def trained(of, vocab_size):
     sizes = {"dim": of.dim, "layers": of.layers, "heads": of.heads, "kv_heads": of.heads, "max_seq": of.seq_len}
     multiples = {"ffn_dim": of.dim * 8 // 3 // of.multiple * of.multiple, "vocab_multiple": 64 * of.multiple}
-    return model.llama(vocab_size, **sizes, **multiples, tied=True)
-
-
-def adamw(of):
-    return optim.adamw(optim.cosine(of.lr, of.run.steps, of.warmup, end=of.lr / 10), weight_decay=of.weight_decay)
+    rate = optim.cosine(of.lr, of.run.steps, of.warmup, end=of.lr / 10)
+    return model.llama(vocab_size, **sizes, **multiples, tied=True), optim.adamw(rate, weight_decay=of.weight_decay)
 
 
 @cache
@@ -62,9 +59,9 @@ def corpus(path):
 
 
 def describe(config):
-    of, rows = decoder(config, corpus(TEXT)[0].vocab_size), (config.batch_size, config.seq_len)
-    parts = config.pipeline.of(config.microbatches)
-    return model.build(of, adamw(config), config.mesh, rows, strategy=config.strategy, microbatches=parts)
+    of, optimizer = trained(config, corpus(TEXT)[0].vocab_size)
+    rows, parts = (config.batch_size, config.seq_len), config.pipeline.of(config.microbatches)
+    return model.build(of, optimizer, config.mesh, rows, strategy=config.strategy, microbatches=parts)
 
 
 def read(config):
