@@ -33,7 +33,7 @@ class Config:
     model: str = field("model", resume="refused", least=1)  # the folder it comes from
     out: str = field("runs/finetune/model", resume="free", least=1)  # and that it goes to, new
     text: str = field(str(TEXT), resume="refused", least=1)  # or PREFIX.bin
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; ep for experts, cp for long sequences
+    mesh: Mesh = Mesh()  # axes dp, fsdp, tp; ep for experts, cp for long sequences
     run: loop.Options = loop.Options("runs/finetune", steps=50)
     seq_len: int = field(256, resume="refused", least=2)
     batch_size: int = field(8, resume="refused", least=1)

@@ -11,18 +11,16 @@ from pathlib import Path
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.layout import Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
-STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
 
 
 @dataclass(frozen=True)
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
+    mesh: Mesh = Mesh()  # axes dp and fsdp
     run: loop.Options = loop.Options("runs/mixer", steps=1000)
     dim: int = 128
     layers: int = 4
@@ -43,18 +41,17 @@ def block(x_BSD, w):
 
 def model(config: Config):
     """(specs, loss_fn) of the mixer on the mesh of the config."""
-    D, L, S, axes = config.dim, config.layers, config.seq_len, Axes(config.mesh)
+    D, L, S = config.dim, config.layers, config.seq_len
     blocks = {"position_norm": (L, D), "first": (L, S, S), "last": (L, S, S)}
     blocks |= {"channel_norm": (L, D), "up": (L, D, 4 * D), "down": (L, 4 * D, D)}
     shapes = {"embed": (256, D), "blocks": blocks, "final_norm": (D,), "head": (D, 256)}
-    init = [(r"\w+_norm", tree.ones), (".*", tree.Normal(0.02))]
-    specs = tree.specs(shapes, config.mesh, init=init, strategy=STRATEGY, stacked="blocks")
-    layouts, data_axis = tree.layouts(specs), axes[axes.data]
+    init = [(r"\w+_norm", 1.0), (".*", tree.Normal(0.02))]
+    # "hsdp": parameters are sharded over fsdp, and replicated over dp
+    specs = tree.specs(shapes, config.mesh, init=init, strategy="hsdp", stacked="blocks")
 
-    def loss_fn(params, batch):
-        embed, norm, head = (nn.gather_tree(params[k], layouts[k], data_axis) for k in ("embed", "final_norm", "head"))
-        x_BSD = step.layers(block, params["blocks"], layouts["blocks"], axes)(embed[batch["tokens"]])
-        logits_BSV = nn.rms_norm(x_BSD, norm) @ head
+    def loss_fn(w, batch):
+        x_BSD = w["blocks"].run(block, w["embed"][batch["tokens"]])
+        logits_BSV = nn.rms_norm(x_BSD, w["final_norm"]) @ w["head"]
         loss = F.cross_entropy(logits_BSV.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
         return step.mean(loss, batch["labels"].numel())  # the step adds both up, and divides
 
@@ -68,7 +65,7 @@ def describe(config: Config):
     optimizer = optim.averaged(optim.adamw(rate), config.decay)
 
     rows, parts = {"tokens": shape, "labels": shape}, config.pipeline.of(config.microbatches)
-    value = step.build(loss_fn, optimizer, specs, rows, microbatches=parts, shards=True)
+    value = step.build(loss_fn, optimizer, specs, rows, microbatches=parts)
 
     def evaluate(state, batch):  # as the step evaluates, by stages where it has some
         return value.evaluate(state._replace(params=step.averaged_params(state)), batch)

@@ -27,7 +27,7 @@ KINDS = ("dense", "mixture")
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, ep, tp; their product is the number of ranks
+    mesh: Mesh = Mesh()  # axes dp, fsdp, ep, tp; their product is the number of ranks
     kind: Literal["mixture", "dense"] = field("mixture", resume="refused")  # `main` trains both
     run: loop.Options = loop.Options("runs/moe", 300, log=loop.Log(eval_every=50), save=loop.Save(every=50))
     dim: int = field(128, resume="refused")

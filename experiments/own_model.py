@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from fmegatron import data, loop, model, nn, optim, step, tree
-from fmegatron.collectives import Axes
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron import data, loop, model, nn, optim, step
+from fmegatron.layout import Mesh
 from fmegatron.loop import field
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
@@ -25,7 +24,7 @@ TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = field(Mesh(), resume="named")
+    mesh: Mesh = Mesh()
     run: loop.Options = loop.Options("runs/own_model", steps=1000)
     dim: int = 128
     layers: int = 4
@@ -56,7 +55,7 @@ class Retention(model.Mixer):
 
     def arrays(self, dim):
         wide = model.Array((dim, 4 * dim), ("fsdp", "tp"), parts=(dim,) * 4)  # q, k, v, gate
-        forget = model.Array((self.heads,), ("tp",), init=tree.Constant(-2.0))
+        forget = model.Array((self.heads,), ("tp",), init=-2.0)
         return {"wqkvg": wide, "forget": forget, "wo": model.Array((dim, dim), ("tp", "fsdp"))}
 
     def __call__(self, u_BSD, w, at):
@@ -69,15 +68,14 @@ class Retention(model.Mixer):
 
 def decoder(config):
     """(specs, loss_fn) on the mesh of the config."""
-    axes, dtype = Axes(config.mesh), getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype)
     block = (model.Part("retention", Retention(config.heads)),)
     how = {"vocab_multiple": config.vocab_multiple, "param_dtype": dtype, "compute_dtype": dtype}
     of = model.Decoder(256, config.dim, (block,) * config.layers, config.seq_len, **how)
-    specs = model.specs(of, config.mesh, strategy=DataParallel.hsdp())
+    specs = model.specs(of, config.mesh, strategy="hsdp")
 
     def loss_fn(params, batch):
-        logits_BSV = model.logits(params, batch["tokens"], of, axes, save="mincut")
-        nll_BS, _ = nn.cross_entropy(logits_BSV, batch["labels"], axes["tp"])
+        nll_BS, _ = model.token_losses(params, batch, of, save="mincut")
         focal_BS = (1 - (-nll_BS).exp()) ** config.focus * nll_BS  # what is known already counts less
         loss, nll = (step.mean(x.sum(), x.numel()) for x in (focal_BS, nll_BS))
         return loss, {"nll": nll}

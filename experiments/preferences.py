@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, model, optim, step, tree
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.layout import Mesh
 from fmegatron.loop import field
 
 
 @dataclass(frozen=True)
 class Config:
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp
+    mesh: Mesh = Mesh()  # axes dp, fsdp, tp
     run: loop.Options = loop.Options("runs/preferences", steps=60)
     beginning: str = field("runs/shakespeare", resume="refused")  # the run whose model is the reference too
     text: str = field("data/tinyshakespeare.txt", resume="free")
@@ -36,8 +36,8 @@ def begun(folder):
 
 def describe(config):
     """One state of two models, of which one is trained."""
-    of, strategy = begun(config.beginning).decoder, DataParallel.zero3()
-    policy = tree.named(model.specs(of, config.mesh, strategy=strategy))
+    of = begun(config.beginning).decoder
+    policy = tree.named(model.specs(of, config.mesh, strategy="zero3"))
     specs = {"policy": policy, "reference": tree.copies(policy)}
 
     def log_p(params, texts):
@@ -81,8 +81,8 @@ def read(config):
 
 def init(config, described, world):
     """Both models are that of the run: what is given by the names of its parameters is taken for all copies of them."""
-    params = tree.layouts(described.state.params["policy"])
-    start = model.opened(config.beginning, config.mesh, world=world, layouts=params).params
+    policy = described.state.params["policy"]
+    start = model.opened(config.beginning, config.mesh, world=world, layouts=policy).params
     return tree.init(described.state, config.run.seed, world.rank, world.device, given=start)
 
 

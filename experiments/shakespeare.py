@@ -20,7 +20,7 @@ TEXT = Path(__file__).parents[1] / "data/tinyshakespeare.txt"
 
 @dataclass(frozen=True)
 class Config:  # what this experiment varies; how it runs (folder, steps, seed, saves, faults): --run.NAME, see --help
-    mesh: Mesh = field(Mesh(), resume="named")  # axes dp, fsdp, tp; their product is the number of ranks
+    mesh: Mesh = Mesh()  # axes dp, fsdp, tp; their product is the number of ranks
     strategy: str = field("hsdp", resume="named")  # replicated, zero1, zero2, zero3, hsdp (fsdp inside of dp), hybrid
     run: loop.Options = loop.Options("runs/shakespeare")
     dim: int = field(192, resume="refused")

@@ -23,7 +23,7 @@ TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes pp and dp
+    mesh: Mesh = Mesh()  # axes pp and dp
     pipeline: step.Pipelining = step.Pipelining()
     microbatches: int = loop.field(4, resume="named", least=1)
     run: loop.Options = loop.Options("runs/stages", steps=500)
@@ -37,7 +37,7 @@ def describe(config):
     mesh, L = config.mesh, config.layers
     blocks = {"norm": (L, 64), "up": (L, 64, 256), "down": (L, 256, 64)}
     shapes = {"letters": (256, 16), "first": (8 * 16, 64), "blocks": blocks, "head": (64, 256)}
-    init = [("blocks/norm", tree.ones), (".*", tree.Normal(0.1))]
+    init = [("blocks/norm", 1.0), (".*", tree.Normal(0.1))]
     specs = tree.specs(shapes, mesh, init=init, dtype=getattr(torch, config.dtype), stacked="blocks")  # over pp
     optimizer, pipeline = optim.adamw(3e-3), config.pipeline.of(config.microbatches)
 

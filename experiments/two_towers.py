@@ -12,16 +12,14 @@ import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
 from fmegatron.collectives import Axes, all_gather, axis_index
-from fmegatron.layout import DataParallel, Mesh
-
-STRATEGY = DataParallel.hsdp()  # parameters are sharded over fsdp, and replicated over dp
+from fmegatron.layout import Mesh
 
 
 @dataclass(frozen=True)
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp and fsdp
+    mesh: Mesh = Mesh()  # axes dp and fsdp
     run: loop.Options = loop.Options("runs/two_towers", steps=500)
     hidden: int = 16  # numbers that an image and its text have in common
     image: int = 96  # numbers of an image
@@ -48,8 +46,9 @@ def model(config: Config):
         return {"first": (width, D), "blocks": blocks, "last": (D, config.out)}
 
     shapes = {"image": tower(config.image), "text": tower(config.text), "scale": ()}
-    init = [("norm", tree.ones), ("scale", tree.Constant(2.0)), (".*", tree.Normal(0.1))]
-    specs = tree.specs(shapes, config.mesh, (), init, strategy=STRATEGY, stacked="blocks")
+    init = [("norm", 1.0), ("scale", 2.0), (".*", tree.Normal(0.1))]
+    # "hsdp": parameters are sharded over fsdp, and replicated over dp
+    specs = tree.specs(shapes, config.mesh, init=init, strategy="hsdp", stacked="blocks")
     data = axes[axes.data]
 
     def encode(w, x_BD):

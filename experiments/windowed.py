@@ -12,7 +12,7 @@ import torch
 
 from fmegatron import data, loop, model, nn, optim, step
 from fmegatron.collectives import Axes, psum
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.layout import Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -21,7 +21,7 @@ TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 class Config:
     """What this experiment varies."""
 
-    mesh: Mesh = loop.field(Mesh(), resume="named")  # axes dp, fsdp and tp
+    mesh: Mesh = Mesh()  # axes dp, fsdp and tp
     run: loop.Options = loop.Options("runs/windowed", steps=1000)
     dim: int = 128
     layers: int = 4
@@ -50,7 +50,7 @@ def describe(config: Config):
         mlp=mlp,
         vocab_multiple=config.vocab_multiple,
     )
-    specs, axes = model.specs(of, config.mesh, strategy=DataParallel.hsdp()), Axes(config.mesh)
+    specs, axes = model.specs(of, config.mesh, strategy="hsdp"), Axes(config.mesh)
     tp = axes["tp"]
 
     def loss_fn(params, batch):

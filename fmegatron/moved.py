@@ -220,6 +220,9 @@ REPLACED = (
     ("optim", "int8", "optim.contrib.int8"),
     ("optim", "float8", "optim.contrib.float8"),
     ("plan", "Described", "step.Description"),
+    ("tree", "Constant", "the number itself: init=-2.0"),
+    ("tree", "ones", "the number itself: init=1.0"),
+    ("tree", "zeros", "the number itself: init=0.0"),
     ("step", "Declared", "tree.place(arrays, layouts): arrays know their layouts; jit(check=False) is the switch"),
 )
 

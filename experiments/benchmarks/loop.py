@@ -30,7 +30,7 @@ LOG_EVERY = 10
 def work_of(seconds: float, backend: str):
     """(compiled step of about so many seconds, its specs, its batch): as many products of matrices as it takes."""
     n = 256
-    specs = {"w": tree.ArraySpec(Layout((n, n), torch.float32, Mesh()), tree.ones)}
+    specs = {"w": tree.ArraySpec(Layout((n, n), torch.float32, Mesh()), 1.0)}
     count = max(1, round(seconds / min(matmul_seconds(torch.device("cpu"), torch.float32, n, 50))))
 
     def train_step(state, batch):

@@ -29,8 +29,8 @@ def field(default: T, *, resume: str = "refused", least: float | None = None, ab
     """A field of a frozen dataclass with a default, as `dataclasses.field`, that also states what holds for its value.
 
     resume: what happens when a run is resumed with another value: "refused" unless it is allowed by name, "named" in
-    what is printed, or "free". A field that states none is refused. least, above: the value, of text and tuples their
-    length, is at least, or above, this number.
+    what is printed, or "free". A field that states none is refused, a Mesh named: any mesh gives the same state. least,
+    above: the value, of text and tuples their length, is at least, or above, this number.
     """
     if resume not in CLASSES:
         raise ValueError(f"field: resume: got {resume!r}, wanted one of {', '.join(CLASSES)}")

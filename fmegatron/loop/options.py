@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True)
     class Config:
-        mesh: Mesh = loop.field(Mesh(), resume="named")
+        mesh: Mesh = Mesh()
         run: loop.Options = loop.Options("runs/mine", steps=1000)
 
     python mine.py --run.steps=2000 --run.save.every=50 --run.faults.spike.factor=4 --run.until.hours=11.5

@@ -213,7 +213,7 @@ class Settings:
                 how = (
                     f"Settings(config, allow={tuple(names.split(','))!r}), or give the Config a field "
                     '`run: loop.Options = loop.Options("runs/a")` and its flag; what may always change, '
-                    'such as a mesh, is declared: loop.field(Mesh(), resume="named")'
+                    'such as a rate, is declared: loop.field(1e-3, resume="named")'
                 )
             raise UsageError(
                 f"the checkpoint of step {step} is of a run with other settings: {', '.join(changes.refused)}. These "
@@ -254,8 +254,8 @@ def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, 
         if not item.init:
             continue
         name, value = prefix + item.name, getattr(config, item.name)
-        classes[name] = item.metadata.get("resume") or ("refused" if not prefix else None)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | Mesh):
+        classes[name] = item.metadata.get("resume") or ("named" if _is_mesh(value) else None if prefix else "refused")
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) and not _is_mesh(value):
             nested.add(name)
             inner, inner_defaults, inner_nested = _declared(value, f"{name}.")
             classes, defaults, nested = classes | inner, defaults | inner_defaults, nested | inner_nested
@@ -264,6 +264,11 @@ def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, 
             with contextlib.suppress(ValueError):
                 defaults.update(_each_level(name, plain(default)) if name in nested else {name: plain(default)})
     return {name: kind for name, kind in classes.items() if kind is not None}, defaults, nested
+
+
+def _is_mesh(value: Any) -> bool:
+    """Where a run is computed, and not what: any mesh gives the same state."""
+    return isinstance(value, Mesh)
 
 
 def _names(config: Mapping[str, Any], nested: Collection[str], prefix: str = "") -> Iterator[str]:

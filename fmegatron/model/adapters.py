@@ -128,20 +128,20 @@ def _adapter(path: str, array: Array, spec: tree.ArraySpec, rank: int, alpha: fl
     (*lead, D, F), (*at, rows, columns) = layout.shape, layout.spec
     whole = tuple(range(len(lead)))
 
-    def factor(shape: tuple[int, ...], entries: tuple, init: Init) -> tree.ArraySpec:
+    def factor(shape: tuple[int, ...], entries: tuple, init: Init | float) -> tree.ArraySpec:
         split = layout.replace(shape=(*lead, *shape), spec=(*at, *entries))
         return dataclasses.replace(spec, layout=at_rest(path, split, array.kept, strategy, whole), init=init)
 
     pairs = tuple(
         nn.Pair(
             factor((D, rank), (rows, None), tree.Normal(D**-0.5)),
-            factor((rank, width), (None, notation.entry_axes(columns)), tree.zeros),
+            factor((rank, width), (None, notation.entry_axes(columns)), 0.0),
         )
         for width in array.parts or (F,)
     )
     layers = tuple(lead[: int(spec.stacked)])
     scale = layout.replace(shape=layers, spec=(None,) * len(layers), dtype=torch.float32)
-    return Adapter(pairs, dataclasses.replace(spec, layout=scale, init=tree.Constant(alpha / rank)))
+    return Adapter(pairs, dataclasses.replace(spec, layout=scale, init=alpha / rank))
 
 
 def adapted(base: dict, adapters: dict) -> dict:

@@ -45,15 +45,15 @@ def specs(
     decoder: Decoder,
     mesh: Mesh,
     rules_of_own: Rules | None = None,
-    strategy: DataParallel | None = None,
+    strategy: DataParallel | str | None = None,
     pipeline: step.Pipeline | None = None,
 ) -> dict:
     """The tree of ArraySpecs of the model: shape, dtype, layout on `mesh`, initial values.
 
-    strategy: over which data axes parameters are sharded at rest; every leaf is, vectors too, on the dim where the
-    rules name a data axis, else on another one. Its axes may have other names than dp and fsdp, for which the rules'
-    then stand. None: just as the rules say (fsdp shards matrices, dp nothing), except that a data axis that does not
-    divide its dim goes to one that it divides.
+    strategy: over which data axes parameters are sharded at rest, or its name (`DataParallel.named`); every leaf is,
+    vectors too, on the dim where the rules name a data axis, else on another one. Its axes may have other names than dp
+    and fsdp, for which the rules' then stand. None: just as the rules say (fsdp shards matrices, dp nothing), except
+    that a data axis that does not divide its dim goes to one that it divides.
 
     rules_of_own: the axes of each leaf; None: `rules(decoder)`. dp, fsdp and tp count as size 1 where the mesh lacks
     them. Dims that hold several matrices side by side (q, k, v; gate, up) are interleaved here, so a rule only names
@@ -68,6 +68,7 @@ def specs(
     decoder.check_mesh(mesh)
     stage_of = _stages(decoder, mesh, pipeline)
     table = rules(decoder) if rules_of_own is None else rules_of_own
+    strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     meant = _meant(strategy)
     along = data_parallel.SEQUENCE_AXES if strategy is None else strategy.sequence
     known = tuple(dict.fromkeys((*data_parallel.DATA_AXES, *along, *meant.values(), "tp")))
@@ -194,7 +195,7 @@ def layouts(
     decoder: Decoder,
     mesh: Mesh,
     rules_of_own: Rules | None = None,
-    strategy: DataParallel | None = None,
+    strategy: DataParallel | str | None = None,
     pipeline: step.Pipeline | None = None,
 ) -> dict:
     """The tree of Layouts of the model on `mesh` (see `specs`)."""

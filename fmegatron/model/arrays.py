@@ -21,16 +21,16 @@ class Array:
     splits the rows of a matrix, data axes split them further, ("tp", "fsdp"): their pieces follow each other in memory,
     so that gathers and reduce-scatters copy nothing. parts: widths of the matrices that lie side by side in the last
     dim, each of which its axes split. residual: its products are added to the stream, so its standard deviation is
-    divided by the root of the number of such arrays on the way (GPT-2). used: share of it that one token multiplies
-    with. kept: axes of the data that still split it when a block uses it (experts). full: no strategy splits it over
-    the data axes, since a rule after the step sets it on every rank (`post_update`). wide: it is fp32 or wider at rest
-    and in a step, whatever the dtypes of the model are.
+    divided by the root of the number of such arrays on the way (GPT-2). init: of every element, where it is
+    a number. used: share of it that one token multiplies with. kept: axes of the data that still split it when a block
+    uses it (experts). full: no strategy splits it over the data axes, since a rule after the step sets it on every rank
+    (`post_update`). wide: it is fp32 or wider at rest and in a step, whatever the dtypes of the model are.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | tuple[str, ...] | None, ...] = ()
     parts: tuple[int, ...] = ()
-    init: spec.Init = Normal(0.02)
+    init: spec.Init | float = Normal(0.02)
     residual: bool = False
     used: float = 1.0
     kept: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ from fmegatron.model.draws import require_rate
 from fmegatron.model.mixer import Mixer, Order, Slots, Widths
 from fmegatron.model.norm import RMSNorm
 from fmegatron.model.rope import Rope
-from fmegatron.tree import Constant, structure
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Attention(Mixer):
 
     def arrays(self, dim: int) -> dict[str, Any]:
         """{"wqkv": [D, q + 2kv], "wo": [q, D]}, or "wq", "wkv"; "bias_qkv", "bias_o"; "q_norm", "k_norm"; "sinks"."""
-        q, kv, nothing = self.heads * self.head_dim, self.kv_heads * self.head_dim, Constant(0.0)
+        q, kv, nothing = self.heads * self.head_dim, self.kv_heads * self.head_dim, 0.0
         if self.kv_copies:
             out: dict[str, Any] = {
                 "wq": Array((dim, q), ("fsdp", "tp")),

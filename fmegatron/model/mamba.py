@@ -20,7 +20,7 @@ from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.mixer import Mixer, Slots
 from fmegatron.nn import state_space, weight
-from fmegatron.tree import Constant, Uniform, structure
+from fmegatron.tree import Uniform, structure
 
 
 class _Projected(NamedTuple):
@@ -69,7 +69,7 @@ class Mamba(Mixer):
         "a_log", "dt_bias", "skip": [H], "norm": [I], "w_out": [I, D]}."""
         inner, GN, H, W = self.heads * self.head_dim, self.groups * self.state, self.heads, self.conv
         tp = None if self.groups == 1 else "tp"  # one group: every rank of tp has it
-        of_head, near, zero, one = ("tp",), Uniform(-(W**-0.5), W**-0.5), Constant(0.0), Constant(1.0)
+        of_head, near, zero, one = ("tp",), Uniform(-(W**-0.5), W**-0.5), 0.0, 1.0
         out = {
             "w_in": Array((dim, 2 * inner + H), ("fsdp", "tp"), (inner, inner, H)),
             "w_groups": Array((dim, 2 * GN), ("fsdp", tp), (GN, GN)),

@@ -18,7 +18,7 @@ from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.context import Context, attention_of, joined, longer, order_of, remembered, require_form
 from fmegatron.model.mixer import Mixer, Order, Slots
 from fmegatron.model.rope import Rope
-from fmegatron.tree import Constant, structure
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MLA(Mixer):
 
     def arrays(self, dim: int) -> dict[str, Array]:
         """{"kv_down", "kv_norm", "kv_up", "wo"}, and "q_down", "q_norm", "q_up" or "wq"."""
-        K, one, up = self.nope + self.rope.dim, Constant(1.0), ("fsdp", "tp")
+        K, one, up = self.nope + self.rope.dim, 1.0, ("fsdp", "tp")
         out = {"wq": Array((dim, self.heads * K), up)}
         if self.q_rank is not None:
             out = {"q_down": Array((dim, self.q_rank), ("fsdp",)), "q_norm": Array((self.q_rank,), init=one)}

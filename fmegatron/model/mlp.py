@@ -12,7 +12,7 @@ from fmegatron.layout import Mesh
 from fmegatron.model.arrays import Array, TokenContext
 from fmegatron.model.mixer import PerToken, Widths
 from fmegatron.nn import mlp
-from fmegatron.tree import Constant, structure
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MLP(PerToken):
         down = {"w_down": Array((F, dim), (("tp", "fsdp"),), residual=True)}
         if self.gated:
             return {"w_gate_up": Array((dim, 2 * F), ("fsdp", "tp"), (F, F)), **down}
-        biases = {"bias_up": Array((F,), ("tp",), init=Constant(0.0)), "bias_down": Array((dim,), init=Constant(0.0))}
+        biases = {"bias_up": Array((F,), ("tp",), init=0.0), "bias_down": Array((dim,), init=0.0)}
         return {"w_up": Array((dim, F), ("fsdp", "tp")), **down, **(biases if self.bias else {})}
 
     def check_mesh(self, mesh: Mesh) -> None:

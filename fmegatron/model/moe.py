@@ -31,7 +31,7 @@ from fmegatron.nn.routing import (
     router_z_loss,
     sequence_balance_loss,
 )
-from fmegatron.tree import Constant, structure
+from fmegatron.tree import structure
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class MoE(PerToken):
 
     def arrays(self, dim: int) -> dict[str, Any]:
         """{"router": [D, E], "up": [E, D, 2F], "down": [E, F, D]}, "shared", and biases."""
-        E, F, used, zero = self.router.experts, self.ffn_dim, self.router.top_k / self.router.experts, Constant(0.0)
+        E, F, used, zero = self.router.experts, self.ffn_dim, self.router.top_k / self.router.experts, 0.0
         parts = (F, F) if self.limit is None else ()
         fixed = {"kept": self.ep, "used": used}
         fsdp, tp = (None if name in self.ep else name for name in ("fsdp", "tp"))
@@ -114,7 +114,7 @@ class MoE(PerToken):
         if self.choice_bias:  # a step of 0.001 is lost in 16 bits
             out["choice_bias"] = Array((E,), init=zero, full=True, wide=True)
         if self._keeps_shares:
-            out["shares"] = Array((E,), init=Constant(1 / E), full=True, wide=True)
+            out["shares"] = Array((E,), init=1 / E, full=True, wide=True)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
             out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)

@@ -9,7 +9,6 @@ from torch import Tensor
 from fmegatron import nn
 from fmegatron.collectives import enter
 from fmegatron.model.arrays import Array, TokenContext
-from fmegatron.tree import Constant
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class RMSNorm:
 
     def arrays(self, dim: int) -> Array:
         """The weight [D]."""
-        return Array((dim,), init=Constant(1.0 - self.offset))
+        return Array((dim,), init=1.0 - self.offset)
 
     def __call__(self, x_D: Tensor, w_D: Tensor, at: TokenContext) -> Tensor:
         """`x[B, S, D] -> y[B, S, D]`. Where each rank of tp normalises other tokens (sequence parallelism), the
@@ -37,7 +36,7 @@ class LayerNorm:
 
     def arrays(self, dim: int) -> dict[str, Array]:
         """Weight and bias, [D] each."""
-        return {"w": Array((dim,), init=Constant(1.0)), "b": Array((dim,), init=Constant(0.0))}
+        return {"w": Array((dim,), init=1.0), "b": Array((dim,), init=0.0)}
 
     def __call__(self, x_D: Tensor, w: dict[str, Tensor], at: TokenContext) -> Tensor:
         """`x[B, S, D] -> y[B, S, D]`; gradients as `RMSNorm`'s."""

@@ -31,7 +31,7 @@ class Wrapped(Mixer):
             width: int
 
             def own(self, dim):
-                up = model.Array((self.width, dim), (None, "fsdp"), init=tree.Constant(0.0))
+                up = model.Array((self.width, dim), (None, "fsdp"), init=0.0)
                 return {"down": model.Array((dim, self.width), ("fsdp",)), "up": up}
 
             def result(self, y, u, own, at):

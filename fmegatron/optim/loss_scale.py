@@ -63,5 +63,5 @@ def scalar(like: torch.Tensor | tree.ArraySpec, value: float, dtype: torch.dtype
     """A 0-d tensor of this value beside a tensor, or the ArraySpec of one, the same on all ranks of the spec's mesh."""
     if isinstance(like, tree.ArraySpec):
         mesh: Mesh = like.mesh
-        return tree.ArraySpec(Layout((), dtype, mesh), tree.Constant(value))
+        return tree.ArraySpec(Layout((), dtype, mesh), value)
     return torch.full((), value, dtype=dtype, device=like.device)

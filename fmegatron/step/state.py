@@ -191,7 +191,7 @@ def state_specs(
             "made, and nowhere else"
         )
     strategy = strategy or stated
-    step = tree.ArraySpec(Layout((), torch.int64, mesh), tree.Constant(0), strategy=strategy)
+    step = tree.ArraySpec(Layout((), torch.int64, mesh), 0, strategy=strategy)
     params = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), tree.named(param_specs))
     opt = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), optimizer.init(_seen(params, strategy)))
     return State(step, params, _remembered(opt, memory))

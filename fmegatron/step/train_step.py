@@ -174,7 +174,7 @@ def build_train_step(
             params = tree.map(lambda new, old: new if new is old else torch.where(moves, new, old), after, params)
         return lying_as(State(state.step + 1, params, opt), state), {**metrics, "grad_norm": norm}
 
-    specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
+    specs = tree.map(lambda layout: tree.ArraySpec(layout, 0), layouts)
     specs = state_specs(specs, optimizer, strategy)
     opt_layouts = tree.layouts(specs.opt)
     return train_step

@@ -9,13 +9,12 @@ from fmegatron.tree.labels import layout_of
 from fmegatron.tree.pictures import show
 from fmegatron.tree.placed import layouts, place
 from fmegatron.tree.shapes import local, specs
-from fmegatron.tree.spec import ArraySpec, Constant, Normal, Uniform, copies, named, ones, zeros, zeros_like
+from fmegatron.tree.spec import ArraySpec, Normal, Uniform, copies, named, zeros_like
 from fmegatron.tree.structure import leaves, map, merge, partition, paths
 from fmegatron.tree.text_dump import dump
 
 __all__ = [
     "ArraySpec",
-    "Constant",
     "Normal",
     "Uniform",
     "add",
@@ -31,7 +30,6 @@ __all__ = [
     "map",
     "merge",
     "named",
-    "ones",
     "partition",
     "paths",
     "place",
@@ -39,7 +37,6 @@ __all__ = [
     "show",
     "specs",
     "subtract",
-    "zeros",
     "zeros_like",
 ]
 

@@ -74,9 +74,9 @@ def fill(local: torch.Tensor, spec: ArraySpec, key: int, rank: int, space: Scrat
             place.fill_(spec.init.value)
         return
     if not isinstance(spec.init, Normal | Uniform):
-        raise ValueError(f"got init {spec.init!r}, wanted Normal(std), Uniform(lo, hi) or Constant(value)")
+        raise ValueError(f"got init {spec.init!r}, wanted a number, Normal(std) or Uniform(lo, hi)")
     if not spec.dtype.is_floating_point:
-        raise ValueError(f"got {spec.init} for {spec.layout}, wanted a floating-point dtype or a Constant")
+        raise ValueError(f"got {spec.init} for {spec.layout}, wanted a floating-point dtype or a number")
     keys, space = round_keys(key), scratch() if space is None else space
     for box in spec.layout.boxes(rank):
         _fill_box(box.view(local), box, spec.shape, keys, spec.init, space)

@@ -9,7 +9,7 @@ import torch
 
 from fmegatron.layout import DataParallel, Layout, Mesh, Rules
 from fmegatron.tree.labels import labelled
-from fmegatron.tree.spec import ArraySpec, Init, Normal
+from fmegatron.tree.spec import ArraySpec, Init, Normal, initial
 from fmegatron.tree.structure import Tree, in_words, map_with_path
 
 NARROW = Normal(0.02)  # GPT-2's
@@ -19,7 +19,7 @@ def specs(
     shapes: Tree,
     mesh: Mesh,
     rules: Rules | Iterable[tuple[str, tuple]] = (),
-    init: Init | Iterable[tuple[str, Init]] = NARROW,
+    init: Init | float | Iterable[tuple[str, Init | float]] = NARROW,
     dtype: torch.dtype = torch.float32,
     strategy: DataParallel | str | None = None,
     stacked: str | None = None,
@@ -31,7 +31,8 @@ def specs(
         mesh: on which the arrays are.
         rules: (pattern, spec) rows or `Rules`, by which axes split the dims of an array; the first row whose pattern
             matches full segments of the path decides, and an array that no row matches is not split.
-        init: initial values of all arrays, or (pattern, init) rows, of which the first that matches decides.
+        init: initial values of all arrays, Normal(std), Uniform(lo, hi) or the number that every element is; or rows of
+            (pattern, init), of which the first that matches decides.
         dtype: of all arrays.
         strategy: over which data axes the arrays are sharded at rest; every array is, on the dim where its rule names a
             data axis, else on one that the axis divides. Or its name (`DataParallel.named`). None: as the rules state.
@@ -44,15 +45,15 @@ def specs(
         ValueError: for a leaf that is no shape, a rule that does not fit its array, a path that no row of `init`
             matches; naming the path.
 
-    >>> from fmegatron.tree import ones
     >>> shapes = {"embed": (256, 64), "blocks": {"norm": (4, 64), "w": (4, 64, 64)}}
     >>> rules = [("embed", ("tp",)), ("blocks/w", (None, "fsdp", "tp"))]
-    >>> made = specs(shapes, Mesh(fsdp=2, tp=2), rules, init=[("norm", ones), (".*", Normal(0.02))])
+    >>> made = specs(shapes, Mesh(fsdp=2, tp=2), rules, init=[("norm", 1.0), (".*", Normal(0.02))])
     >>> print(made["blocks"]["w"].layout, made["blocks"]["norm"].init)
     f32[4, 64@fsdp, 64@tp] on fsdp2·tp2 Constant(value=1.0)
     """
     layout_rules = rules if isinstance(rules, Rules) else Rules([*rules, (".*", ())])
-    inits = Rules([(".*", (init,))] if isinstance(init, Init) else [(pattern, (value,)) for pattern, value in init])
+    one_for_all = isinstance(init, Init | int | float)
+    inits = Rules([(".*", (init,))] if one_for_all else [(pattern, (value,)) for pattern, value in init])
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     layers = None if stacked is None else Rules([(stacked, (0,)), (".*", ())])
 
@@ -68,11 +69,10 @@ def specs(
             layout = layout.replace(spec=("pp", *layout.spec[1:]))
         if strategy is not None:
             layout = strategy.params_layout(layout, whole=() if layers is None else layers.match(path))
-        value = inits.match(path)[0]
-        if not isinstance(value, Init):
-            raise ValueError(
-                f"specs: {path}: got init {value!r:.60}, wanted Normal(std), Uniform(lo, hi) or Constant(x)"
-            )
+        try:
+            value = initial(inits.match(path)[0])
+        except ValueError as error:
+            raise ValueError(f"specs: {path}: {error}") from None
         return ArraySpec(layout, value, strategy=strategy, stacked=counts)
 
     return map_with_path(one, shapes, is_leaf=_is_tuple_of_numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from fmegatron.tree.structure import map as tree_map
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is `value`."""
+    """Every element is `value`: what a number is that is given as initial values (`initial`)."""
 
     value: float = 0.0
 
@@ -37,7 +38,15 @@ class Uniform:
 
 Init = Constant | Normal | Uniform
 zeros = Constant(0.0)
-ones = Constant(1.0)
+
+
+def initial(given: Init | float) -> Init:
+    """Initial values as they were given: a number is that of every element. ValueError for what is none."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return Constant(given)
+    if not isinstance(given, Init):
+        raise ValueError(f"init: got {given!r:.60}, wanted a number, Normal(std) or Uniform(lo, hi)")
+    return given
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,14 @@ class ArraySpec:
     batch follow (`strategy_of`); None: as the layout states, and all else likewise.
     stacked: whether dim 0 counts layers.
     saved: whether checkpoints hold it. What they do not hold, buffers and caches, a restore makes anew of `init`, which
-    then is a Constant.
+    then is a number.
+    init: `Normal(std)`, `Uniform(lo, hi)`, or the number that every element is, 0 where nothing is said.
+
+    Raises ValueError for other initial values.
     """
 
     layout: Layout
-    init: Init = zeros
+    init: Any = zeros
     drawn_as: str | None = None
     rounded_to: tuple[torch.dtype, ...] = ()
     strategy: DataParallel | None = None
@@ -65,8 +77,9 @@ class ArraySpec:
     saved: bool = True
 
     def __post_init__(self):
+        object.__setattr__(self, "init", initial(self.init))
         if not self.saved and not isinstance(self.init, Constant):
-            raise ValueError(f"ArraySpec: got saved=False and {self.init}, wanted a Constant: a restore has no key")
+            raise ValueError(f"ArraySpec: got saved=False and {self.init}, wanted a number: a restore has no key")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,13 +96,13 @@ class ArraySpec:
         """The mesh of the layout."""
         return self.layout.mesh
 
-    def replace(self, init: Init | None = None, **changes) -> ArraySpec:
+    def replace(self, init: Init | float | None = None, **changes) -> ArraySpec:
         """This spec with another init and/or with fields of its layout changed (`Layout.replace`).
 
         One that becomes constant, or of another shape, is another array: it loses `drawn_as` and `rounded_to`.
         """
         layout = self.layout.replace(**changes) if changes else self.layout
-        init = self.init if init is None else init
+        init = self.init if init is None else initial(init)
         other = layout.shape != self.shape or (isinstance(init, Constant) and init != self.init)
         if not other:
             return replace(self, layout=layout, init=init)

@@ -11,7 +11,7 @@ from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 def specs(mesh, saved=False):
     return {
         "w": tree.ArraySpec(Layout((8, 4), torch.float32, mesh, ("fsdp",)), tree.Normal(1.0)),
-        "cache": tree.ArraySpec(Layout((6, 4), torch.bfloat16, mesh, (None, "fsdp")), tree.Constant(3.0), saved=saved),
+        "cache": tree.ArraySpec(Layout((6, 4), torch.bfloat16, mesh, (None, "fsdp")), 3.0, saved=saved),
         "seen": tree.ArraySpec(Layout((), torch.int64, mesh), saved=saved),
     }
 

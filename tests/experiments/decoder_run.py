@@ -28,7 +28,7 @@ BATCH, SEQ, STEPS, VOCAB = 8, 16, 12, 61
 
 @dataclass(frozen=True)
 class Config:
-    mesh: Mesh = field(Mesh(), resume="named")
+    mesh: Mesh = Mesh()
     folder: str = field("runs/decoder", resume="free")
     dtype: Literal["float64", "float32"] = field("float32", resume="refused")
     steps: int = field(STEPS, resume="named", least=1)

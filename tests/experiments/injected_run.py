@@ -59,7 +59,7 @@ def layouts_of(mesh, dtype):
 
 def specs_of(layouts):
     """Their initial values."""
-    return {"s": tree.ArraySpec(layouts["s"], tree.ones), "w": tree.ArraySpec(layouts["w"], tree.Normal(1.0))}
+    return {"s": tree.ArraySpec(layouts["s"], 1.0), "w": tree.ArraySpec(layouts["w"], tree.Normal(1.0))}
 
 
 def drawn(layouts, rank):

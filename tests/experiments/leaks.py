@@ -49,7 +49,7 @@ def held():
 
 def specs_on(mesh):
     """A state of one leaf on every rank."""
-    return {"w": tree.ArraySpec(Layout((64, 64), torch.float32, mesh), tree.zeros)}
+    return {"w": tree.ArraySpec(Layout((64, 64), torch.float32, mesh), 0.0)}
 
 
 def long_run(rank, folder, size, steps, marks, log_every):

@@ -7,9 +7,9 @@ from fmegatron import data, loop
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop.arguments import check_hashes
 from fmegatron.loop.config import UsageError
-from fmegatron.tree import ArraySpec, Constant
+from fmegatron.tree import ArraySpec
 
-SPECS = {"w": ArraySpec(Layout((4,), torch.float32, Mesh(), (None,)), Constant(1.0))}
+SPECS = {"w": ArraySpec(Layout((4,), torch.float32, Mesh(), (None,)), 1.0)}
 
 
 def halve(state, batch):

@@ -30,7 +30,7 @@ def run_in(folder, end=None, deterministic=True):
         w = state["w"].index_put((where,), rows, accumulate=True)
         return {"w": w * 0.5}, {"loss": w.sum()}
 
-    specs = {"w": tree.ArraySpec(Layout((7,), torch.float32, Mesh()), tree.ones)}
+    specs = {"w": tree.ArraySpec(Layout((7,), torch.float32, Mesh()), 1.0)}
     run = loop.Run(folder, step, specs, options=loop.Options(deterministic=deterministic))
     for _ in run(data.source(lambda position: position), 6):
         pass

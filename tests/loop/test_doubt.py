@@ -13,7 +13,7 @@ from fmegatron.loop.options import Local
 from fmegatron.loop.rerun import RerunError
 from fmegatron.step.replicas import ReplicasDifferError
 
-SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.ones)}
+SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), 1.0)}
 ROWS = torch.ones(4, dtype=torch.float64)
 
 

@@ -12,7 +12,7 @@ from fmegatron.loop.config import UsageError
 from fmegatron.loop.effects import require_axes
 from fmegatron.loop.flags import parse
 
-SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.Constant(1.0))}
+SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), 1.0)}
 STEPS = 6
 
 

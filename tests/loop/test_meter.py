@@ -18,7 +18,7 @@ from fmegatron.loop.training import StepInfo
 
 CPU = torch.device("cpu")
 LAYOUT = Layout((4,), torch.float64, Mesh())
-SPECS = {"w": tree.ArraySpec(LAYOUT, tree.ones)}
+SPECS = {"w": tree.ArraySpec(LAYOUT, 1.0)}
 
 
 def step(state, batch):

@@ -18,7 +18,7 @@ from tests.loop.test_train import Ranks
 
 SPECS = {
     "w": tree.ArraySpec(Layout((4, 3), torch.float32, Mesh()), tree.Normal(0.5)),
-    "b": tree.ArraySpec(Layout((3,), torch.float32, Mesh()), tree.Constant(0.0)),
+    "b": tree.ArraySpec(Layout((3,), torch.float32, Mesh()), 0.0),
 }
 
 

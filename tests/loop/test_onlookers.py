@@ -16,7 +16,7 @@ from fmegatron.loop.events import Events, read_events
 from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.until import Until
 
-SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.ones)}
+SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), 1.0)}
 BATCHES = source(lambda position: torch.full((4,), float(position), dtype=torch.float64))
 
 

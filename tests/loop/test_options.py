@@ -17,7 +17,7 @@ from fmegatron.loop.options import MOVED, Local, of_before
 from fmegatron.loop.plain import plain
 from fmegatron.loop.sources import fields_of, text_of, walk
 
-SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.ones)}
+SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), 1.0)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from fmegatron.loop.options import Local, Memory
 from fmegatron.loop.rerun import RerunError
 from fmegatron.loop.signals import catch
 
-SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), tree.ones)}
+SPECS = {"w": tree.ArraySpec(Layout((4,), torch.float64, Mesh()), 1.0)}
 
 
 def toward(state, batch):

@@ -26,7 +26,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Config:
-    mesh: Mesh = field(Mesh(), resume="named")
+    mesh: Mesh = Mesh()
+    other: Mesh = field(Mesh(), resume="refused")
     run: str = field("runs/a", resume="free")
     heads: int = field(2)
     undeclared: float = 0.5
@@ -49,6 +50,7 @@ def changes(now, before=None, allow=(), **facts):
         ({"lr": 1e-2}, "named", "lr 0.001 -> 0.01"),
         ({"lr": math.inf}, "named", 'lr 0.001 -> "inf"'),
         ({"mesh": Mesh(fsdp=2, tp=2)}, "named", 'mesh "" -> "fsdp=2,tp=2"'),
+        ({"other": Mesh(fsdp=2)}, "refused", 'other "" -> "fsdp=2"'),
         ({"run": "runs/b"}, "free", 'run "runs/a" -> "runs/b"'),
         ({"log_every": 1}, "free", "log_every 10 -> 1"),
     ],

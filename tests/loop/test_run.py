@@ -22,7 +22,7 @@ from fmegatron.loop.nonfinite import NonFiniteError
 from fmegatron.loop.signals import catch
 
 LAYOUT = Layout((4,), torch.float64, Mesh())
-SPECS = {"w": tree.ArraySpec(LAYOUT, tree.ones), "n": tree.ArraySpec(Layout((), torch.int64, Mesh()))}
+SPECS = {"w": tree.ArraySpec(LAYOUT, 1.0), "n": tree.ArraySpec(Layout((), torch.int64, Mesh()))}
 TOKENS = np.arange(4000) % 11
 
 

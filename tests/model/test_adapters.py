@@ -15,7 +15,7 @@ from fmegatron.model.families.registry import family_of
 from fmegatron.step.partition import Policy
 from fmegatron.testing import join, simulate, split
 from fmegatron.testing.compare_ranks import relative_error
-from fmegatron.tree.spec import Init
+from fmegatron.tree.spec import Constant, Init
 from fmegatron.tree.structure import map_with_path
 from tests.definition import loss_of
 from tests.model import settings
@@ -283,13 +283,13 @@ def test_factors_lie_as_the_matrix_does():
     a, b = (s.layout for s in found["wo"].pairs[0])
     assert a.axes(1) == ("tp", "fsdp") and b.axes(1) == () and b.axes(2) == ("fsdp",)
     assert a.dtype == b.dtype == found["wo"].scale.dtype == torch.float32
-    assert found["wo"].scale.init == tree.Constant(1.5) and found["wo"].scale.shape == (2,)
+    assert found["wo"].scale.init == Constant(1.5) and found["wo"].scale.shape == (2,)
     assert {s.strategy for s in tree.leaves(found)} == {ZERO3} and all(s.stacked for s in tree.leaves(found))
 
 
 def test_nothing_is_added_at_the_start():
     case = CASES["fsdp"]
-    params = tree.init(case.specs(Mesh(), b=tree.zeros), 0, 0)
+    params = tree.init(case.specs(Mesh(), b=0.0), 0, 0)
     adapted, plain = (
         loss_of(model.loss(w, case.batch(), case.decoder)[0])
         for w in (model.adapted(params["base"], params["lora"]), params["base"])

@@ -40,7 +40,7 @@ class Gated(model.Wrapped):
     name = "gain"
 
     def own(self, dim):
-        return {"g": Array((dim,), init=tree.Constant(1.0))}
+        return {"g": Array((dim,), init=1.0)}
 
     def given(self, u_BSD, own, at):
         return 2 * u_BSD

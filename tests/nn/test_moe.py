@@ -14,7 +14,7 @@ from fmegatron.nn.moe import expert_weights
 from fmegatron.nn.routing import Routing
 from fmegatron.step import build_train_step, check, collectives_of, jit, state_specs, trace
 from fmegatron.testing import Ranks, join, parity, simulate, split
-from fmegatron.tree import ArraySpec, Constant, Normal
+from fmegatron.tree import ArraySpec, Normal
 from tests.nn.moe_step import SETTINGS, B, D, E, S, layouts, make_step, values
 from tests.pairs import each_value, few
 
@@ -184,7 +184,7 @@ def refusing(mesh, rows):
     axes = Axes(mesh, data=EP)
     specs = {
         "router": ArraySpec(Layout((D, E), torch.float32, mesh), Normal(1.0)),
-        "scale": ArraySpec(Layout((E, D), torch.float32, mesh, ("ep",)), Constant(1.0)),
+        "scale": ArraySpec(Layout((E, D), torch.float32, mesh, ("ep",)), 1.0),
     }
     layouts = {name: spec.layout for name, spec in specs.items()}
 

@@ -9,7 +9,7 @@ from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import Group, contrib, grouped, scale_by_adam
 from fmegatron.optim.sign_descent import scale_by_lion
 from fmegatron.step import State, build_train_step, jit, state_specs, trace
-from fmegatron.tree import ArraySpec, Constant, Normal
+from fmegatron.tree import ArraySpec, Normal
 from tests.fresh_state import fresh_state
 
 
@@ -155,7 +155,7 @@ def mup_specs(width):
     def spec(*shape, init=None):
         return ArraySpec(Layout(shape, torch.float32, Mesh(dp=1)), init or Normal(0.02))
 
-    blocks = {"w": spec(2, width, 4 * width), "norm": spec(2, width, init=Constant(1.0))}
+    blocks = {"w": spec(2, width, 4 * width), "norm": spec(2, width, init=1.0)}
     return {"embed": {"table": spec(50, width)}, "blocks": blocks, "head": {"w": spec(width, 50)}}
 
 

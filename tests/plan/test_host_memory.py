@@ -100,7 +100,7 @@ def experiment(tmp_path):
         "from tests.plan.test_host_memory import small\n"
         "@dataclass(frozen=True)\n"
         "class Config:\n"
-        "    mesh: Mesh = field(Mesh(), resume='named')\n"
+        "    mesh: Mesh = Mesh()\n"
         "    run: loop.Options = loop.Options('runs/x')\n"
         "experiment = loop.Experiment(Config, lambda c: small('host', mesh=c.mesh), lambda c: None)\n"
     )

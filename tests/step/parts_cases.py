@@ -174,7 +174,7 @@ def step_of(loss: Callable, mesh: Mesh, n: int, strategy: DataParallel | None = 
     train = step.build_train_step(
         loss_fn_of(loss, axes, layouts), optimizer, layouts, axes, strategy=strategy, microbatches=n, **how
     )
-    specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
+    specs = tree.map(lambda layout: tree.ArraySpec(layout, 0), layouts)
     return train, tree.layouts(step.state_specs(specs, optimizer, strategy)), strategy
 
 

@@ -33,7 +33,7 @@ def step_with(loss_psum: bool, own=lambda x: x):
 
 
 def arguments():
-    specs = state_specs({"w": tree.ArraySpec(LAYOUTS["w"], tree.ones)}, optim.sgd(1e-2))
+    specs = state_specs({"w": tree.ArraySpec(LAYOUTS["w"], 1.0)}, optim.sgd(1e-2))
     rows = Layout((6, 4), torch.float64, MESH, ("dp",))
     return tree.init(specs, 0, 0), tree.place({"x": torch.ones(3, 4, dtype=torch.float64)}, rows)
 

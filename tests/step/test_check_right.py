@@ -72,7 +72,7 @@ def zero1(mesh, optimizer, clip, bug=None):
         new = {name: reshard(p, own[name], whole[name], axes) for name, p in new.items()}
         return State(state.step + 1, new, opt), {**metrics, "grad_norm": norm}
 
-    shards = {name: tree.ArraySpec(layout, tree.Constant(0)) for name, layout in own.items()}
+    shards = {name: tree.ArraySpec(layout, 0) for name, layout in own.items()}
     state = State(Layout((), torch.int64, mesh), whole, tree.layouts(optimizer.init(shards)))
     return step, state, {"x": Layout((16, 16), f32, mesh, ("dp",))}
 

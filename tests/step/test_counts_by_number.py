@@ -41,7 +41,7 @@ def parity_of(parts, mesh, n):
             w = nn.gather_tree(params)["w"]
             return parts(w, batch["x"] @ w)
 
-        specs = tree.specs({"w": (3, 4)}, m, init=tree.ones, dtype=F64, strategy=DataParallel.zero1())
+        specs = tree.specs({"w": (3, 4)}, m, init=1.0, dtype=F64, strategy=DataParallel.zero1())
         return step.build(loss_fn, optim.sgd(0.1), specs, {"x": ((16, 3), F64)}, microbatches=n)
 
     of, state = make(mesh), tree.init(make(Mesh()).state, key=0, rank=0)

@@ -258,7 +258,7 @@ def tokens_step(mesh, n):
     step = build_train_step(
         lambda p, b: (p["w"] * b["tokens"].double().sum(), {}), optimizer, layouts, Axes(mesh), microbatches=n
     )
-    specs = {"w": tree.ArraySpec(layouts["w"], tree.Constant(1.0))}
+    specs = {"w": tree.ArraySpec(layouts["w"], 1.0)}
     return step, tree.init(state_specs(specs, optimizer), 0, 0)
 
 

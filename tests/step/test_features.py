@@ -62,7 +62,7 @@ NET = {
 
 
 def specs_of(shapes, mesh, strategy, rules=(), stacked="blocks/.*"):
-    init = [(r"(.*/)?norm", tree.ones), (r"(.*/)?bias", tree.zeros), (".*", tree.Normal(0.3))]
+    init = [(r"(.*/)?norm", 1.0), (r"(.*/)?bias", 0.0), (".*", tree.Normal(0.3))]
     return tree.specs(shapes, mesh, rules, init, WIDE, strategy, stacked)
 
 

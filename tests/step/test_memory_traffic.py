@@ -118,7 +118,7 @@ def test_frozen_leaves_and_narrow_ones():
     """What is frozen has neither gradient nor state, and is not sent; what is updated travels in its own dtype."""
     mesh, strategy = Mesh(dp=2), DataParallel.zero1("dp")
     w = Layout((4, 256), torch.bfloat16, mesh)
-    specs = {name: tree.ArraySpec(w, tree.Constant(0), strategy=strategy) for name in ("frozen", "w")}
+    specs = {name: tree.ArraySpec(w, 0, strategy=strategy) for name in ("frozen", "w")}
     opt = optim.grouped(1e-3, [("frozen", optim.Group(frozen=True))], adam=optim.scale_by_adam())
     held = state_bytes(specs, opt)
     # of w alone: gradients in fp32; half of the moments and of the master copy in fp32, and the count

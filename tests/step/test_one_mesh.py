@@ -124,7 +124,7 @@ def test_check_and_simulated_ranks_with_layouts_of_another_mesh(mesh, other):
     for state_of, batch_of in ((other, mesh), (mesh, other), (other, other)):
         with pytest.raises(ValueError, match="check: .*make both of one Mesh|findings? of the check"):
             check(step, specs[state_of], batch[batch_of]).require()
-    state = tree.init(state_specs({"w": tree.ArraySpec(layouts(ONE)["w"], tree.ones)}, OPTIMIZER), 0, 0)
+    state = tree.init(state_specs({"w": tree.ArraySpec(layouts(ONE)["w"], 1.0)}, OPTIMIZER), 0, 0)
     for wrong in ((specs[other], batch[mesh]), (specs[mesh], batch[other])):
         with pytest.raises(ValueError, match=r"simulate: layouts\[.\]: .*make both of one Mesh"):
             simulate(step, mesh, state, {"x": torch.ones(8)}, layouts=wrong)
@@ -139,7 +139,7 @@ def test_axes_of_size_1_make_no_difference(mesh, other):
     """One program text serves all meshes: layouts may name axes that the step's axes lack, if they have one rank."""
     axes, w, x = Axes(other, data=other.names), layouts(mesh), torch.ones(4)
     step = build_train_step(loss_over(axes), OPTIMIZER, w, axes, strategy=of_all_axes(other))
-    state = tree.init(state_specs({"w": tree.ArraySpec(w["w"], tree.ones)}, OPTIMIZER), 0, 0)
+    state = tree.init(state_specs({"w": tree.ArraySpec(w["w"], 1.0)}, OPTIMIZER), 0, 0)
     ins = tree.layouts(state_specs({"w": tree.ArraySpec(w["w"])}, OPTIMIZER)), {"x": rows(other)}
     assert check(step, *ins).ok
     simulate(step, mesh, state, {"x": torch.ones(8)}, layouts=ins)
@@ -151,7 +151,7 @@ def test_axes_of_size_1_make_no_difference(mesh, other):
 def test_parity_of_a_step_that_takes_its_axes_from_elsewhere():
     """`make_step` is asked for the mesh of ones too; one that gives the same step for both is told so."""
     step = build_train_step(loss_over(Axes(DP2)), OPTIMIZER, layouts(DP2), Axes(DP2))
-    state = tree.init(state_specs({"w": tree.ArraySpec(layouts(ONE)["w"], tree.ones)}, OPTIMIZER), 0, 0)
+    state = tree.init(state_specs({"w": tree.ArraySpec(layouts(ONE)["w"], 1.0)}, OPTIMIZER), 0, 0)
     ins = tree.layouts(state_specs({"w": tree.ArraySpec(layouts(DP2)["w"])}, OPTIMIZER)), None
     with pytest.raises(ValueError, match="make both of one Mesh"):
         parity(lambda mesh: step, DP2, state, {"x": torch.ones(4)}, layouts=ins)

@@ -41,7 +41,7 @@ def arguments(mesh: Mesh, by: str, microbatches: int) -> tuple:
     rows = tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh, (axes,)), batch)
     if by != "build":
         return (params, batch), (layouts(mesh), rows)
-    specs = state_specs(tree.map(lambda x: tree.ArraySpec(x, tree.zeros), layouts(mesh)), OPTIMIZER)
+    specs = state_specs(tree.map(lambda x: tree.ArraySpec(x, 0.0), layouts(mesh)), OPTIMIZER)
     return (fresh_state(params, OPTIMIZER), batch), (tree.layouts(specs), rows)
 
 

@@ -31,7 +31,7 @@ def run(model, off=0.0, steps=6):
     shapes = {"q": (WIDTH, WIDTH), "k": (WIDTH, WIDTH), "bias": (WIDTH,)}
 
     def build(mesh):
-        specs = tree.specs(shapes, mesh, init=[(r"bias", tree.zeros), (r".*", tree.Normal(0.3))], strategy=strategy)
+        specs = tree.specs(shapes, mesh, init=[(r"bias", 0.0), (r".*", tree.Normal(0.3))], strategy=strategy)
         factor = 1.0 + off * (mesh.size > 1)
 
         def loss(params, batch):

@@ -20,7 +20,7 @@ def specs(mesh=Mesh(), dtype=BF16):  # noqa: B008  a frozen value
     return {
         "embed": {"table": tree.ArraySpec(layout((6, 8), "tp"), tree.Normal(0.3))},
         "blocks": [tree.ArraySpec(layout((4, 8), None), tree.Uniform(-1, 1)) for _ in range(2)],
-        "third": tree.ArraySpec(layout((8,), None), tree.Constant(1 / 3)),
+        "third": tree.ArraySpec(layout((8,), None), 1 / 3),
     }
 
 
@@ -91,7 +91,7 @@ def test_two_names_with_other_values_are_refused():
 def test_what_becomes_another_array_loses_its_name():
     """As the parts of an optimizer's state do that are made from the spec of a parameter."""
     w = tree.named(specs())["blocks"][0]
-    for other in (w.replace(tree.zeros), w.replace(shape=(3, 8)), w.replace(tree.ones, shape=(8,), spec=())):
+    for other in (w.replace(0.0), w.replace(shape=(3, 8)), w.replace(1.0, shape=(8,), spec=())):
         assert other.drawn_as is None and not other.is_copy
         tree.init({"w": w, "other": other}, 0, 0)
     for still in (w.replace(dtype=F32), w.replace(tree.Normal(2.0)), w.replace(flat=())):
@@ -142,7 +142,7 @@ def test_given_values_that_fit_nowhere_are_refused():
         tree.init(state, 0, 0, given={"third": weights["third"][:4]})
     with pytest.raises(ValueError, match="third: got dtype f32"):
         tree.init(state, 0, 0, given={"third": weights["third"].float()})
-    named = tree.named({"w": tree.ArraySpec(Layout((4, 2), F32, mesh, ("dp",)), tree.ones)})
+    named = tree.named({"w": tree.ArraySpec(Layout((4, 2), F32, mesh, ("dp",)), 1.0)})
     wider = {"params": named, "copy": tree.map(lambda s: s.replace(spec=()), tree.copies(named))}
     with pytest.raises(ValueError, match="copy/w: got given values in .*, which leave out 4 elements of rank 0"):
         tree.init(wider, 0, 0, given={"w": torch.ones(2, 2)})

@@ -44,7 +44,7 @@ def specs(mesh: Mesh):
         "moe": tree.ArraySpec(layout((4, 7, 5, 3), "tp", None, "fsdp"), uniform),
         "none": tree.ArraySpec(layout((0, 4), "tp"), normal),
         "scale": tree.ArraySpec(layout(()), normal),
-        "ones": tree.ArraySpec(layout((9,), "fsdp", dtype=torch.int64), tree.ones),
+        "ones": tree.ArraySpec(layout((9,), "fsdp", dtype=torch.int64), 1.0),
     }
 
 
@@ -208,12 +208,14 @@ def test_errors():
             "w: got Normal.*wanted a floating-point dtype",
         ),
         (tree.ArraySpec(Layout((2,), torch.float32, mesh, unreduced="dp")), "w: got .*wanted no unreduced axes"),
-        (tree.ArraySpec(Layout((2,), torch.float32, mesh), 3.0), "w: got init 3.0, wanted Normal"),
         (Layout((2,), torch.float32, mesh), "w: got a Layout .*, wanted an ArraySpec"),
     ]
     for spec, message in cases:
         with pytest.raises(ValueError, match=message):
             tree.init({"w": spec}, 0, 0)
+    for nothing in ("zeros", True, None, torch.zeros(())):
+        with pytest.raises(ValueError, match=r"init: got .*, wanted a number, Normal\(std\) or Uniform\(lo, hi\)"):
+            tree.ArraySpec(Layout((2,), torch.float32, mesh), nothing)
     with pytest.raises(ValueError, match="got rank 2, wanted 0 to 1"):
         tree.init({"w": tree.ArraySpec(Layout((2,), torch.float32, mesh))}, 0, 2)
 

@@ -16,16 +16,16 @@ MESH = Mesh(dp=2, fsdp=2, tp=2)
 
 def test_rules_and_inits_by_path():
     rules = [("embed", (("tp", "fsdp"),)), ("blocks/wqkv", (None, "fsdp", Split("tp", 3)))]
-    specs = tree.specs(SHAPES, MESH, rules, init=[("norm|final", tree.ones), (".*", tree.Normal(0.5))])
+    specs = tree.specs(SHAPES, MESH, rules, init=[("norm|final", 1.0), (".*", tree.Normal(0.5))])
     assert specs == {
         "embed": tree.ArraySpec(Layout((8, 4), F32, MESH, (("tp", "fsdp"),)), tree.Normal(0.5)),
         "blocks": {
-            "norm": tree.ArraySpec(Layout((2, 4), F32, MESH), tree.ones),
+            "norm": tree.ArraySpec(Layout((2, 4), F32, MESH), 1.0),
             "wqkv": tree.ArraySpec(Layout((2, 4, 12), F32, MESH, (None, "fsdp", Split("tp", 3))), tree.Normal(0.5)),
         },
         "final": [
-            tree.ArraySpec(Layout((4,), F32, MESH), tree.ones),
-            tree.ArraySpec(Layout((), F32, MESH), tree.ones),
+            tree.ArraySpec(Layout((4,), F32, MESH), 1.0),
+            tree.ArraySpec(Layout((), F32, MESH), 1.0),
         ],
     }
 
@@ -61,8 +61,8 @@ def test_a_table_of_rules_must_cover_its_paths():
         ({"w": torch.zeros(3)}, {}, r"specs: w: got a tensor of shape \(3,\), wanted a shape"),
         ({"w": (3, 4)}, {"rules": [("w", ("tp", None, None))]}, r"w: by the rule 'w': .*got 3 spec entries"),
         ({"w": (3, 4)}, {"rules": [("w", ("model",))]}, r"w: by the rule 'w': .*got axis 'model', wanted one of"),
-        ({"w": (3, 4)}, {"init": [("v", tree.ones)]}, r"got no rule for the path 'w'"),
-        ({"w": (3, 4)}, {"init": [("w", 0.02)]}, r"specs: w: got init 0.02, wanted Normal"),
+        ({"w": (3, 4)}, {"init": [("v", 1.0)]}, r"got no rule for the path 'w'"),
+        ({"w": (3, 4)}, {"init": [("w", "ones")]}, r"specs: w: init: got 'ones', wanted a number, Normal"),
     ],
 )
 def test_errors(shapes, options, message):

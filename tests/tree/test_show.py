@@ -8,7 +8,7 @@ from fmegatron.layout import Mesh
 
 
 def test_specs():
-    specs = tree.specs({"a<b": (4, 6), "n": ()}, Mesh(tp=2), [("a<b", ("tp",))], init=tree.zeros)
+    specs = tree.specs({"a<b": (4, 6), "n": ()}, Mesh(tp=2), [("a<b", ("tp",))], init=0.0)
     shown = tree.show(specs)
     assert repr(shown) == tree.dump(specs)
     html = shown._repr_html_()

@@ -7,7 +7,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.tree import arithmetic
+from fmegatron.tree import arithmetic, spec
 from fmegatron.tree.arithmetic import cast, dot, squared_norm
 from fmegatron.tree.structure import flatten, map_with_path, unflatten
 
@@ -52,9 +52,9 @@ def specs():
     return {
         "blocks": {
             "wo": tree.ArraySpec(Layout((8, 6), F32, MESH, (None, "tp")), tree.Normal(0.1)),
-            "wqkv": tree.ArraySpec(Layout((6, 8), torch.bfloat16, MESH, ("dp", Split("tp", (4, 2, 2)))), tree.ones),
+            "wqkv": tree.ArraySpec(Layout((6, 8), torch.bfloat16, MESH, ("dp", Split("tp", (4, 2, 2)))), 1.0),
         },
-        "scale": tree.ArraySpec(Layout((), torch.float64, MESH), tree.Constant(3.5)),
+        "scale": tree.ArraySpec(Layout((), torch.float64, MESH), 3.5),
     }
 
 
@@ -84,7 +84,7 @@ def test_check():
 
 def test_zeros_like_works_on_tensors_and_on_specs():
     zeros = tree.zeros_like(specs(), dtype=F32)
-    assert zeros["blocks"]["wqkv"].dtype is F32 and zeros["blocks"]["wqkv"].init == tree.zeros
+    assert zeros["blocks"]["wqkv"].dtype is F32 and zeros["blocks"]["wqkv"].init == spec.Constant(0.0)
     assert tree.layouts(tree.zeros_like(specs())) == tree.layouts(specs())
     tensors = tree.map(lambda spec: tree.zeros_like(tree.init(spec, 0, 1), dtype=F32), specs())
     tree.check(tensors, zeros, 1)

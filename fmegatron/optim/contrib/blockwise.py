@@ -55,7 +55,7 @@ class Blockwise:
 
     def specs(self, path: str, spec: ArraySpec) -> dict[str, ArraySpec]:
         """{"codes", "scale"}: specs of what `encode` makes of a leaf. ValueError where a shard's edge cuts a block."""
-        if spec.init != tree.zeros:
+        if spec.init != tree.zeros_like(spec).init:
             raise ValueError(
                 f"{path}: got a start as {spec.init}, wanted zeros for a state in blocks; leave it in float32"
             )

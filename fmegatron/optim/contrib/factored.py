@@ -188,7 +188,7 @@ def _without_dim(leaf: torch.Tensor | ArraySpec, dim: int, layout: Layout | None
         return items[:-1] if dim == -1 else (*items[:-2], items[-1])
 
     if isinstance(leaf, ArraySpec):
-        return leaf.replace(tree.zeros, shape=rest(leaf.shape), spec=rest(leaf.layout.spec), flat=())
+        return leaf.replace(0.0, shape=rest(leaf.shape), spec=rest(leaf.layout.spec), flat=())
     shape = tuple(leaf.shape) if layout is None else layout.replace(flat=()).local_shape(0)
     return leaf.new_zeros(rest(shape))
 

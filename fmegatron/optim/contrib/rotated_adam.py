@@ -112,7 +112,7 @@ def scale_by_soap(
                 )
             dealt = None if layout is None else dealt_layout(layout)
             if isinstance(leaf, ArraySpec):
-                return leaf.replace(tree.zeros) if dealt is None else ArraySpec(dealt.replace(dtype=leaf.dtype))
+                return leaf.replace(0.0) if dealt is None else ArraySpec(dealt.replace(dtype=leaf.dtype))
             return leaf.new_zeros(leaf.shape if dealt is None else dealt.local_shape(0))
 
         zeros = structure.map_with_path(whole, params)

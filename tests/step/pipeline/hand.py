@@ -110,7 +110,7 @@ def train_step_of(grad_fn: Callable) -> Callable:
 
 
 def state_layouts(layouts: dict) -> step.State:
-    specs = tree.map(lambda layout: tree.ArraySpec(layout, tree.Constant(0)), layouts)
+    specs = tree.map(lambda layout: tree.ArraySpec(layout, 0), layouts)
     return tree.layouts(step.state_specs(specs, OPTIMIZER))
 
 
