@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from fmegatron.testing import forkserver
 from fmegatron.testing.forkserver import Forkserver
+from tests.house import ROOT
 
 __all__ = ["Process", "Python", "Twin"]
 
@@ -43,6 +44,23 @@ class Python:
         process = self.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def two_ranks(self, module: str, *arguments) -> list[tuple[str, str]]:
+        """`python -m module arguments` on two ranks that meet by torchrun's variables; what each wrote, when both have
+        ended well: (stdout, stderr)."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes = []
+        for rank in "01":
+            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+            where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
+            processes.append(self.popen(command, cwd=ROOT, env={**os.environ, **where}, **pipes))
+        texts = [process.communicate(timeout=300) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], texts
+        return texts
 
 
 class Twin(Forkserver):

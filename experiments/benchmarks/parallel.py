@@ -11,7 +11,6 @@ report without them. --quick: a tiny model in fp64 and one round, to see that ev
 Expected on 2 quiet cores: time ratios 0.8 to 1.0, counts as the bars say.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +23,7 @@ from heap import counted_in_children, peak_bytes
 from peers.decoder import Sizes
 from peers.distributed import bucket_bytes, ddp_step, fsdp2_step
 from peers.tensor_parallel import tp_step
+from races import flags_of
 
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, connect
@@ -232,19 +232,8 @@ def counts(ours: str, counted: dict, flags, where) -> None:
 
 
 def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [ours for ours, *_ in RACES]
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--backend", default="inductor", help="of all forms; aot_eager starts in seconds, for tests")
-    flags = parser.parse_args(arguments)
-    flags.only = flags.only.split(",")
-    if unknown := sorted(set(flags.only) - set(names)):
-        parser.error(f"--only: unknown {', '.join(unknown)}; choose of {', '.join(names)}")
+    flags = flags_of(__doc__, [ours for ours, *_ in RACES], arguments, ranks=2)
     flags.sizes = Sizes("least", dtype=torch.float64) if flags.quick else Sizes("small")
-    flags.rounds = 1 if flags.quick else flags.rounds
     flags.bars = flags.ranks == 2 and not flags.quick and flags.backend == "inductor"
     dtype = str(flags.sizes.dtype).removeprefix("torch.")
     where = f"{flags.ranks} gloo ranks, 1 thread each, model {flags.sizes.size}, {dtype}, torch {torch.__version__}"

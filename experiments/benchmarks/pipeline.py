@@ -10,7 +10,6 @@ host takes for an action beside what it computes. JSON lines on stdout, a table 
 and one round, to see that everything runs and is equal.
 """
 
-import argparse
 import contextlib
 import itertools
 import time
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from peers.decoder import Sizes
 from peers.stages import staged_step
+from races import flags_of
 
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import connect
@@ -167,18 +167,9 @@ def run_race(pool, flags, where, ours: str, other: str, bar) -> None:
 
 
 def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["counts", *dict.fromkeys(itertools.chain(f"{ours}_{other}" for ours, other, _ in RACES))]
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default=",".join(names), help=f"some of {', '.join(names)}")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--backend", default="inductor", help="of all forms; aot_eager starts in seconds, for tests")
-    flags = parser.parse_args(arguments)
-    flags.only = flags.only.split(",")
-    if unknown := sorted(set(flags.only) - set(names)):
-        parser.error(f"--only: unknown {', '.join(unknown)}; choose of {', '.join(names)}")
+    flags = flags_of(__doc__, names, arguments)
     flags.sizes = Sizes("least", layers=4, dtype=torch.float64) if flags.quick else Sizes("small")
-    flags.rounds = 1 if flags.quick else flags.rounds
     dtype = str(flags.sizes.dtype).removeprefix("torch.")
     where = (
         f"2 gloo ranks, 1 thread each, model {flags.sizes.size}, {dtype}, {M} microbatches, torch {torch.__version__}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import fx
@@ -23,6 +24,8 @@ from fmegatron.testing.simulation import Ranks, Simulation, simulate
 from fmegatron.tree import structure
 
 __all__ = ["Parity", "assert_parity", "parity", "relative_error"]
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -168,22 +171,18 @@ def parity(
     return Parity(mesh, steps - 1, (), (), worst, sims[mesh], sims[one])
 
 
-def assert_parity(
-    make_step: Callable[[Mesh], Callable | Description],
-    mesh: Mesh,
-    *args: Any,
-    layouts: tuple | None = None,
-    out_layouts: structure.Tree = None,
-    steps: int = 1,
-    tolerance: float = 1e-10,
-    floor: float = 0.0,
-    fp64: bool = False,
-) -> Parity:
-    """`parity`, as an assertion: raises AssertionError with the outputs that differ and the lines to blame."""
-    how: Any = {"steps": steps, "tolerance": tolerance, "floor": floor, "fp64": fp64}
-    result = parity(make_step, mesh, *args, layouts=layouts, out_layouts=out_layouts, **how)
-    assert result.ok, str(result)
-    return result
+def _asserted(parity: Callable[P, Parity]) -> Callable[P, Parity]:
+    @functools.wraps(parity, assigned=())
+    def assert_parity(*args: P.args, **how: P.kwargs) -> Parity:
+        """`parity`, as an assertion: raises AssertionError with the outputs that differ and the lines to blame."""
+        result = parity(*args, **how)
+        assert result.ok, str(result)
+        return result
+
+    return assert_parity
+
+
+assert_parity = _asserted(parity)
 
 
 def _move(layouts, mesh):

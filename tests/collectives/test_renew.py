@@ -1,10 +1,6 @@
 """New communicators in the same processes: whatever the ranks were in when they were woken, all come to the meeting."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -12,26 +8,13 @@ import warnings
 import pytest
 
 from fmegatron.collectives.process_group import last_references
-from tests.house import ROOT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_woken_at_any_time_all_meet_again(python, seed):
     """A send of gloo's event loop that failed woke nobody: of 60 meetings some had a rank that never came."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in "01":
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "tests.collectives.renewing", "60", str(seed)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        environment = {**os.environ, **where, "PYTHONPATH": str(ROOT)}
-        processes.append(python.popen(command, cwd=ROOT, env=environment, **streams))
-    texts = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
-    for out, _ in texts:
+    for out, _ in python.two_ranks("tests.collectives.renewing", 60, seed):
         longest = json.loads(out.splitlines()[-1])
         assert longest["wake"] < 5 and longest["renew"] < 15, longest
 

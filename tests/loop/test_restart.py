@@ -4,9 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -20,23 +17,11 @@ from fmegatron.loop.faults.notice import Faults, Place
 from fmegatron.loop.faults.pulse import Pulse
 from fmegatron.loop.restart import Restarts, started
 from fmegatron.loop.signals import catch
-from tests.house import ROOT
 
 
 def restarted(python, folder, backend, steps):
     """(what each rank printed last, what the first wrote on stderr) of `restarting`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    processes = []
-    for rank in "01":
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "tests.loop.restarting", folder, backend, str(steps)]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        environment = {**os.environ, **where, "PYTHONPATH": str(ROOT)}
-        processes.append(python.popen(command, cwd=ROOT, env=environment, **streams))
-    texts = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
+    texts = python.two_ranks("tests.loop.restarting", folder, backend, steps)
     return [json.loads(out.splitlines()[-1]) for out, _ in texts], texts[0][1]
 
 
