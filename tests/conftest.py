@@ -8,15 +8,17 @@ import signal
 import subprocess
 import tempfile
 import threading
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from torch._inductor import config as inductor
 
 from fmegatron.testing.forkserver import Forkserver
 from fmegatron.testing.ranks import RankPool
-from tests import garbage, sampling, writers
+from tests import garbage, rewritten, sampling, writers
 from tests.fresh import Python
 
 # What processes of the tests need: the package, and what torch imports late, when it first traces or compiles.
@@ -86,6 +88,24 @@ def pytest_unconfigure(config):
     """Remove the folder of the run."""
     if FOLDER in config.stash:
         shutil.rmtree(config.stash[FOLDER], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """A worker rewrites its part of the test files, in a new clone, before it imports them (tests/rewritten.py)."""
+    of = getattr(session.config, "workerinput", None)
+    if of is not None:
+        rewritten.share(
+            session.config, Path(__file__).parent, int(of["workerid"].removeprefix("gw")), of["workercount"]
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path):
+    """Docstrings of the package are examples that run; tests have none (tests/test_files.py), and are not searched."""
+    del file_path
+    found = yield
+    return [one for one in found if not isinstance(one, DoctestModule)]
 
 
 def pytest_collection_finish():

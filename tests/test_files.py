@@ -29,6 +29,11 @@ def test_finished():
     none(line for path in sources("fmegatron", "experiments") for line in lines_with(words, path))
 
 
+def test_tests_have_no_examples():
+    """Which pytest would not run: tests/conftest.py searches no test file for them."""
+    none(line for path in sources("tests") for line in lines_with(r"^\s*>>" + "> ", path))
+
+
 def test_no_test_is_left_out():
     """But those that need an optional package (`importorskip`), or megatron-core in the peers' environment."""
     words = r"mark\.(sk" + "ip|xf" + "ail)|pytest.sk" + r"ip\("

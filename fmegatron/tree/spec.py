@@ -63,7 +63,7 @@ class ArraySpec:
     stacked: whether dim 0 counts layers.
     saved: whether checkpoints hold it. What they do not hold, buffers and caches, a restore makes anew of `init`, which
     then is a number.
-    init: `Normal(std)`, `Uniform(lo, hi)`, or the number that every element is, 0 where nothing is said.
+    init: `Normal(std)`, `Uniform(lo, hi)`, or the number that every element is; 0 by default.
 
     Raises ValueError for other initial values.
     """
