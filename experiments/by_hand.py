@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import checkpoint, data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes, connect
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.collectives import connect
+from fmegatron.layout import Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -32,10 +32,9 @@ class Config:
 
 def describe(config):
     """The step, specs of its state, layouts of its batch."""
-    mesh, axes = config.mesh, Axes(config.mesh)
     shapes = {"letters": (256, 16), "hidden": (8 * 16, 192), "head": (192, 256)}
-    how = {"dtype": getattr(torch, config.dtype), "strategy": DataParallel.hsdp()}  # over fsdp; copies over dp
-    specs = tree.specs(shapes, mesh, [(".*", ("fsdp",))], tree.Normal(0.1), **how)
+    how = {"dtype": getattr(torch, config.dtype), "strategy": "hsdp"}  # over fsdp; copies over dp
+    specs = tree.specs(shapes, config.mesh, [(".*", ("fsdp",))], tree.Normal(0.1), **how)
     optimizer = optim.adamw(3e-3)
 
     def loss_fn(params, batch):
@@ -54,7 +53,7 @@ def describe(config):
         params, opt = optimizer.update(grads, state.opt, state.params)
         return step.State(state.step + 1, params, opt), {"loss": loss, "grad_norm": norm}
 
-    rows = DataParallel(axes.data).batch_layout((config.batch_size, 64), torch.int64, mesh)
+    rows = (config.batch_size, 64)  # int64, split over the data axes as the strategy says
     return step.Description(train_step, step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows})
 
 

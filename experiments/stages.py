@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import data, loop, nn, optim, step, tree
-from fmegatron.collectives import Axes
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.layout import Mesh
 
 TEXT = Path(__file__).parents[1] / "data" / "tinyshakespeare.txt"
 
@@ -34,11 +33,11 @@ class Config:
 
 def describe(config):
     """The step, specs of its state, layouts of its batch."""
-    mesh, L = config.mesh, config.layers
+    L = config.layers
     blocks = {"norm": (L, 64), "up": (L, 64, 256), "down": (L, 256, 64)}
     shapes = {"letters": (256, 16), "first": (8 * 16, 64), "blocks": blocks, "head": (64, 256)}
     init = [("blocks/norm", 1.0), (".*", tree.Normal(0.1))]
-    specs = tree.specs(shapes, mesh, init=init, dtype=getattr(torch, config.dtype), stacked="blocks")  # over pp
+    specs = tree.specs(shapes, config.mesh, init=init, dtype=getattr(torch, config.dtype), stacked="blocks")  # over pp
     optimizer, pipeline = optim.adamw(3e-3), config.pipeline.of(config.microbatches)
 
     def loss_fn(params, batch):
@@ -60,9 +59,8 @@ def describe(config):
         params, opt = optimizer.update(grads, state.opt, state.params)
         return step.State(state.step + 1, params, opt), {"loss": loss, "grad_norm": norm}
 
-    by = DataParallel(Axes(mesh).data)
-    rows = by.batch_layout((config.batch_size, 64), torch.int64, mesh, config.microbatches)
-    state, rows = step.state_specs(specs, optimizer), {"tokens": rows, "labels": rows}
+    rows = {"tokens": (config.batch_size, 64), "labels": (config.batch_size, 64)}
+    state = step.state_specs(specs, optimizer)
     return step.Description(train_step, state, rows, config.microbatches, pipeline=pipeline)
 
 

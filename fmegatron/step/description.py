@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fmegatron import tree
+from fmegatron.layout import DataParallel, Layout
 from fmegatron.step.pipeline.options import Pipeline, Scheduled
-from fmegatron.tree import structure
+from fmegatron.tree import spec, structure
 
 __all__ = ["Description", "require_description"]
 
@@ -22,7 +25,9 @@ class Description:
 
     function: train_step(state, batch) -> (state, metrics), over symbolic axes.
     state: tree of ArraySpecs of its first argument; they know the strategy (`tree.strategy_of`).
-    batch: tree of Layouts or ArraySpecs of its second, of all ranks together.
+    batch: of its second, of all ranks together: a tree of Layouts or ArraySpecs; or {name: shape} of int64 arrays,
+    {name: (shape, dtype)}, arrays like them, whose rows then are split by the strategy of the state's specs. The field
+    has Layouts or ArraySpecs.
     microbatches: into how many the step cuts the rows of a rank.
     decoder: the `model.Decoder` whose loss the step takes the gradient of; None: another loss, of which formulas
     (`plan.quick`) count state and traffic, and say that activations are not counted.
@@ -48,10 +53,31 @@ class Description:
             raise ValueError(
                 f"Description: function: got {structure.in_words(self.function)}, wanted train_step(state, batch)"
             )
-        tree.layouts(self.state), tree.layouts(self.batch)
+        tree.layouts(self.state)
+        if isinstance(self.batch, Mapping):
+            rows = {name: _rows(name, x, self.state, self.microbatches) for name, x in self.batch.items()}
+            object.__setattr__(self, "batch", rows)
+        tree.layouts(self.batch)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.function, self.state, self.batch))
+
+
+def _rows(name: str, x: Any, state: structure.Tree, microbatches: int) -> structure.Tree:
+    """Layouts of an entry of a batch, which are kept as they are, or the Layout of what is given in their place."""
+    leaves = tree.leaves(x)
+    if leaves and all(isinstance(leaf, Layout | tree.ArraySpec) for leaf in leaves):
+        return x
+    given: Any = (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
+    if not isinstance(given, tuple | list):
+        raise ValueError(
+            f"Description: batch[{name!r}]: got {structure.in_words(x)}, wanted the shape of an int64 array, (shape, "
+            "dtype), a tensor like it, or its Layout"
+        )
+    typed = len(given) == 2 and isinstance(given[1], torch.dtype)
+    shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)
+    by, mesh = spec.strategy_of(state) or DataParallel(), tree.leaves(tree.layouts(state))[0].mesh
+    return by.batch_layout(tuple(shape), dtype, mesh, microbatches)
 
 
 def require_description(found: Any, who: str) -> Description:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, psum
-from fmegatron.layout import DataParallel, Layout
+from fmegatron.layout import DataParallel
 from fmegatron.step.description import Description
 from fmegatron.step.parts import means, parts_of
 from fmegatron.step.pipeline.options import Pipeline, Pipelining, by_stages
@@ -49,7 +47,7 @@ def build(
         optimizer: of the parameters.
         specs: of the parameters; mesh, layouts and strategy are said there and nowhere else.
         batch: {name: shape} of int64 arrays, {name: (shape, dtype)}, arrays like them, or their Layouts, of all ranks
-            together.
+            together (`Description`).
         microbatches, post_update, twice: of `build_train_step`.
         precision: in which dtypes weights are gathered and their gradients reduced and added up; None: as they are.
         shards: loss_fn takes this rank's shards and gathers by itself, as `model.loss` and all of `model` do; then
@@ -82,19 +80,6 @@ def build(
     loss_fn = loss_fn if shards else of_whole(loss_fn, specs, axes, precision, reshard_after_forward)
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, with_sample_ids=samples, **how)
 
-    def row(name: str, x: Any) -> Layout:
-        if isinstance(x, Layout | tree.ArraySpec):
-            return tree.layouts(x)
-        given: Any = (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
-        if not isinstance(given, tuple | list):
-            raise ValueError(
-                f"build: batch[{name!r}]: got {structure.in_words(x)}, wanted the shape of an int64 array, (shape, "
-                "dtype), a tensor like it, or its Layout"
-            )
-        typed = len(given) == 2 and isinstance(given[1], torch.dtype)
-        shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)
-        return by.batch_layout(tuple(shape), dtype, mesh, count)
-
     by_forwards = None if pipeline is None else evaluated(loss_fn, pipeline, axes)
 
     def held_out(state: Any, rows: Any) -> dict:
@@ -110,6 +95,5 @@ def build(
         whole = metrics["loss"] if "loss" in metrics else psum(loss.detach(), axes[axes.data])
         return {"loss": whole, **({"loss/count": metrics["tokens"]} if "tokens" in metrics else {})}
 
-    rows = {name: row(name, x) for name, x in batch.items()}
     specs = state_specs(specs, optimizer, strategy, memory)
-    return Description(train_step, specs, rows, count, evaluate=evaluate or held_out, pipeline=pipeline)
+    return Description(train_step, specs, batch, count, evaluate=evaluate or held_out, pipeline=pipeline)

@@ -284,5 +284,7 @@ def test_build_takes_layouts_and_shapes_of_a_batch():
 
     for given in (rows, ((8, 4), torch.float32), torch.zeros(8, 4)):
         assert step.build(loss_fn, optim.sgd(0.1), specs, {"x": given}).batch == {"x": rows}
-    with pytest.raises(ValueError, match=r"build: batch\['x'\]: got a dict of a, wanted the shape .* or its Layout"):
+    with pytest.raises(
+        ValueError, match=r"Description: batch\['x'\]: got a dict of a, wanted the shape .* or its Layout"
+    ):
         step.build(loss_fn, optim.sgd(0.1), specs, {"x": {"a": 1}})
