@@ -44,7 +44,8 @@ _FAULTS = (Misfit, LookupError, TypeError, ValueError, AttributeError, Arithmeti
 _DEEPEST = 6  # so often an op of a decomposition is taken apart again
 # What a decomposition raises for arguments that it does not take: then the op stays one.
 _REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError)
-_SCALE_FREE = frozenset("sign sgn isnan isinf isfinite eq ne ones_like zeros_like empty_like full_like".split())
+# Ops whose result is no gradient where an operand is one, or (barrier) their first operand as it is.
+_SCALE_FREE = frozenset("sign sgn isnan isinf isfinite eq ne ones_like zeros_like empty_like full_like barrier".split())
 Node = torch.fx.Node
 
 
