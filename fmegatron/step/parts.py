@@ -214,7 +214,8 @@ class Shown(NamedTuple):
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
     factors: {name: the weights that are no Parts}. counts: {name: count of the whole batch}, where it is a number, of
     parts, of metrics and of the means among weights. dtypes: of the means. lines: `lines_of`. made_at: {name: the line
-    that made it}, for errors. numbers: {name: (count that is shown, ranks x microbatches)} of parts whose count is one.
+    that made it}, for errors. numbers: {name: (count that is shown, what it is multiplied by: numbers of ranks along each
+    axis, and of microbatches)} of parts whose count is one.
     """
 
     totals: dict[str, dict[str, Tensor]]
@@ -223,7 +224,7 @@ class Shown(NamedTuple):
     dtypes: dict[str, torch.dtype]
     lines: dict[str, str]
     made_at: dict[str, str]
-    numbers: dict[str, tuple[float, int]]
+    numbers: dict[str, tuple[float, tuple[int, ...]]]
 
 
 def terms(
@@ -245,8 +246,8 @@ def terms(
                 shown.counts[key], shown.made_at[key] = _count(key, weight, sums, axes, n), weight.line
         _note(shown, "part", name, total, part, axes, count)
         if not isinstance(part.count, Tensor):
-            times = int(_over(part, axes).axis.size) * n
-            shown.numbers[name] = float(part.count) * times, times
+            times = (*_over(part, axes).axis.sizes, n)
+            shown.numbers[name] = float(part.count) * math.prod(times), times
     for name, part in metrics.items():
         _require_simple(f"metric {name!r}", part)
         if part.total.dim():

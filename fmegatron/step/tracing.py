@@ -249,11 +249,12 @@ def as_of(line: str) -> contextlib.AbstractContextManager:
     return fx_traceback.annotate({_AS_OF: line})
 
 
-def as_count_of_number(times: int) -> contextlib.AbstractContextManager:
+def as_count_of_number(times: tuple[int, ...]) -> contextlib.AbstractContextManager:
     """What is traced inside is a count that a loss_fn gave as a number, of all ranks and microbatches.
 
-    times: ranks x microbatches. No trace can tell the number of a rank's rows (`len(x)`), of which a mesh has as many
-    as one rank, from that of a term that all ranks have (1, of a penalty): a parity allows for both.
+    times: the numbers of ranks along each axis, and of microbatches. No trace can tell the number of a rank's rows
+    (`len(x)`), of which a mesh has as many as one rank, from that of a term that all ranks have (1, of a penalty; whole
+    rows on a mesh that splits sequences), axis by axis: a parity allows for both.
     """
     return fx_traceback.annotate({_OF_NUMBER: times})
 

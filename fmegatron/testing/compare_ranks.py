@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec
@@ -201,18 +203,25 @@ def _compare(sharded: Simulation, single: Simulation, floor):
 
 
 def _error_of(sharded: Simulation, single: Simulation, path: str, floor: float) -> float:
-    """The error of one output; of a count that is a number in the loss the smaller of two: as it is shown, and for one
-    rank and microbatch (`tracing.as_count_of_number`). Its mean is another output, and has no such choice."""
-    error, times = _error(sharded, path, single.gather(path), floor), (_times(sharded, path), _times(single, path))
-    if not error or not all(times):
+    """The error of one output; of a count that is a number in the loss the smallest of several: as it is shown, and for
+    one rank of some axes, or one microbatch (`tracing.as_count_of_number`). Its mean is another output, and has no such
+    choice."""
+    error = _error(sharded, path, single.gather(path), floor)
+    if not error or not _times(sharded, path):
         return error
-    mine, theirs = (sim.gather(path) / n for sim, n in zip((sharded, single), times, strict=True))
-    return min(error, relative_error(mine, theirs, floor))
+    pairs = itertools.product(_for_some(sharded, path), _for_some(single, path))
+    return min(relative_error(mine, theirs, floor) for mine, theirs in pairs)
 
 
-def _times(sim: Simulation, path: str) -> int:
-    """Ranks x microbatches of an output that is a count of a number; 0 for any other."""
-    return seen_through(sim.traced.outputs[sim.paths.index(path)]).meta.get("times", 0)
+def _for_some(sim: Simulation, path: str) -> list[torch.Tensor]:
+    """A count of a number, as it is shown, and for one rank of each choice of axes, or one microbatch."""
+    times, shown = _times(sim, path), sim.gather(path)
+    return [shown / math.prod(some) for k in range(len(times) + 1) for some in itertools.combinations(times, k)]
+
+
+def _times(sim: Simulation, path: str) -> tuple[int, ...]:
+    """What an output that is a count of a number is multiplied by; () for any other."""
+    return seen_through(sim.traced.outputs[sim.paths.index(path)]).meta.get("times", ())
 
 
 def _beyond_rounding(sharded: Simulation, single: Simulation, differences, floor, tolerance):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fmegatron import nn, optim, step, tree
-from fmegatron.layout import DataParallel, Mesh
+from fmegatron.collectives import Axes, enter, psum
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.testing import parity
 from tests.pairs import few
 
@@ -55,6 +56,27 @@ def parity_of(parts, mesh, n):
 def test_parity_of_counts_that_are_numbers(mesh, n):
     result = parity_of(right_numbers, mesh, n)
     assert result.ok and {"1/l2/count", "1/row/count"} <= set(result.sharded.paths), str(result)
+
+
+def test_parity_of_a_count_of_whole_rows_on_a_mesh_that_splits_sequences():
+    """All ranks of cp have the same rows: the number that is shown is that of one rank, as often as they are."""
+
+    def make(m):
+        axes = Axes(m)
+
+        def loss_fn(params, batch):
+            rows = enter(psum((batch["x"] @ nn.gather_tree(params)["w"]).sum(1), axes["cp"]), axes["cp"])
+            return step.mean(rows.square().sum(), len(rows))
+
+        specs = tree.specs({"w": (3, 4)}, m, init=tree.ones, dtype=F64, strategy=DataParallel.zero1())
+        rows = Layout((8, 6, 3), F64, m, ("dp", "cp", None))
+        return step.build(loss_fn, optim.sgd(0.1), specs, {"x": rows})
+
+    mesh = Mesh(dp=2, cp=2)
+    of, state = make(mesh), tree.init(make(Mesh(dp=1, cp=1)).state, key=0, rank=0)
+    batch = {"x": torch.arange(144.0, dtype=F64).view(8, 6, 3) / 100}
+    result = parity(make, mesh, state, batch, layouts=(tree.layouts(of.state), tree.layouts(of.batch)))
+    assert result.ok and "1/loss/count" in result.sharded.paths, str(result)
 
 
 @pytest.mark.parametrize(
