@@ -384,12 +384,14 @@ def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
         x: the ranks' terms.
         axis: over which they are added up.
         count: of this rank, by the sum of which that of x is divided. Where x is equal on all ranks and this may be the
-            number of each one's rows (a whole number above 1), the check cannot tell whether it is right.
+            number of each one's rows (a whole number above 1, and no size that all ranks have), the check cannot tell
+            whether it is right.
     """
     if _own(axis, "as_terms").size == 1 or axis.world is not None:
         return x
     beside = [count.detach()] if isinstance(count, Tensor) else []
-    rows, before = int(not beside and count > 1 and count == int(count)), x.detach()
+    counted = not isinstance(count, Tensor) and count > 1 and count == int(count)
+    rows, before = (count if counted and isinstance(count, int) else int(counted)), x.detach()  # it knows whose it is
     return linear(
         lambda xs, _, beside: DECLARE.emit([*xs, *beside[1:]], axis, "terms", rows)[:1],
         lambda gs, _, beside: DECLARE.emit([*gs, *beside], axis, "terms of", rows)[:1],

@@ -146,6 +146,8 @@ def _value_after(scope: Scope, node: Node) -> Any:
     if node.target is operator.getitem:
         source = scope.values[node_of(node.args[0])]
         return source[int_of(node.args[1])] if isinstance(source, list) else source
+    if node in scope.ahead:
+        return scope.ahead.pop(node)
     signature = scope.signatures.get(node.target)
     if signature is None:
         assert isinstance(node.target, Op), "a graph of tensors calls operators"

@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from fmegatron.step.checker.ahead import own_of_ranks
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import Rules, Scope, op_name, shape_of, suspected
 from fmegatron.step.checker.dims import Atom, Dim, canonical, joined, met, over, plain, size_of
@@ -104,7 +105,9 @@ def _own_part(scope: Scope, node: Node, x: Value, dim: int, index: Value) -> Val
     dims = list(out.dims)
     before = (joined(out.dims[dim])[0].axes or ()) if out.dims[dim] else ()
     dims[dim] = (Atom(1, before + tuple(a for a in axes if marks[a] is None)),)
-    return replace(out, dims=tuple(dims))
+    out = replace(out, dims=tuple(dims))
+    own_of_ranks(scope, node, out, dim)
+    return out
 
 
 def accumulated(scope: Scope, node: Node, g: Value, index: Value, rows: Sequence[Dim], dims: Sequence[Dim]) -> Value:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fmegatron.step.checker import sizes
+from fmegatron.step.checker.ahead import gradient_of_logcumsumexp
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, numbers_along, plain, size_of
@@ -307,6 +308,7 @@ def absolute(scope: Scope, node: Node, given: dict) -> Value:
     users = [user for user in node.users if user in scope.live]
     if users and all(op_name(u) in ("eq", "ne", "lt") and u.args[1:] == (math.inf,) for u in users):
         return given["self"]
+    gradient_of_logcumsumexp(scope, node, given["self"])
     return elementwise(scope, node, "abs", [given["self"]])
 
 

@@ -57,6 +57,13 @@ def of_factor(scope: Scope, node: Node, factor: float, divides: bool) -> Known |
     return None
 
 
+def is_of_all(scope: Scope, node: Node, axis: str) -> bool:
+    """Whether the one number that a node is given is made of sizes that the ranks of an axis do not share."""
+    given = node.meta.get("parts", ())
+    known = _powers(scope, *given[0], 1) if len(given) == 1 else None
+    return known is not None and known.sure and axis not in known.over
+
+
 def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -> Known | None:
     """None where a number beside them is as large as the ranks that share them: `x.numel() * mesh["dp"]` is what one
     rank has, and Mesh gives plain numbers."""

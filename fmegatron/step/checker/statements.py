@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import kinds, places
+from fmegatron.step.checker import sizes
 from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import Atom, canonical, joined, plain, size_of
 from fmegatron.step.checker.marks import too_large
@@ -131,7 +132,9 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
             marks[axis] = too_large(scope, node, axis, total.excess[axis])
         elif counts and counts[0].constant is None and not counts[0].equal_terms:
             continue  # a sum over the ranks that is summed again
-        elif total.equal_terms or not (stated.rows or (counts and not _is_share(counts[0].constant))):
+        elif total.equal_terms or not (
+            (stated.rows and not sizes.is_of_all(scope, node, axis)) or (counts and not _is_share(counts[0].constant))
+        ):
             marks[axis] = Pending("sum", node)
         else:
             marks[axis] = scope.unknown(node, _ROWS, _COUNT_ONE)
