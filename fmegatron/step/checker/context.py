@@ -147,6 +147,8 @@ class Scope:
     sizes: dict[tuple[str, int], Any] = field(default_factory=dict)  # (name of a node, dim) -> see `sizes.note`
     asked: dict[int, set] = field(default_factory=dict)  # see `sizes.note`
     ahead: dict[torch.fx.Node, Any] = field(default_factory=dict)  # values of nodes that come, see `ahead.py`
+    ranges: dict[torch.fx.Node, Any] = field(default_factory=dict)  # see `ranges.py`
+    beside: set[torch.fx.Node] = field(default_factory=set)  # nodes that have such operands
     depth: int = 0  # of ops that are made of others
     views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
 

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import kinds, torch_private
-from fmegatron.step.checker import collectives, kernels, lookups, movement, padding, pointwise, reductions, sizes
+from fmegatron.step.checker import (
+    collectives,
+    kernels,
+    lookups,
+    movement,
+    padding,
+    pointwise,
+    ranges,
+    reductions,
+    sizes,
+)
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, Signature, line_of, op_name
 from fmegatron.step.checker.dims import UNIFORM, Misfit, plain, size_of
@@ -145,7 +155,10 @@ def _value_after(scope: Scope, node: Node) -> Any:
     """The Value (or list of them) of a call_function node, None where no rule covers it."""
     if node.target is operator.getitem:
         source = scope.values[node_of(node.args[0])]
-        return source[int_of(node.args[1])] if isinstance(source, list) else source
+        found = source[int_of(node.args[1])] if isinstance(source, list) else source
+        if isinstance(found, Value) and found.index_of:
+            ranges.noted(scope, node, ranges.Range("index", found.index_of, 1))
+        return found
     if node in scope.ahead:
         return scope.ahead.pop(node)
     signature = scope.signatures.get(node.target)
@@ -160,7 +173,8 @@ def _value_after(scope: Scope, node: Node) -> Any:
     for name, argument in node.kwargs.items():
         given[name] = _with_values(scope, argument)
     try:
-        found = signature.rule(scope, node, given)
+        found = ranges.found(scope, node, given, signature.rule) if node in scope.beside else None
+        found = signature.rule(scope, node, given) if found is None else found
     except _FAULTS as fault:
         return unproven(scope, node, f"internal: its rule fails ({type(fault).__name__}: {fault}); please report it")
     if found is None or _fits(found, node.meta.get("val")):
