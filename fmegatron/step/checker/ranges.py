@@ -22,7 +22,7 @@ import torch
 from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import Atom, joined, over, size_of
 from fmegatron.step.checker.values import Pending, Value, Varying
-from fmegatron.step.graph.nodes import int_of, node_of
+from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
 __all__ = ["Range", "found", "noted"]
 
@@ -33,7 +33,7 @@ Steps = tuple[tuple[int, int], ...]  # of each dim (size, how far apart its elem
 class Range(NamedTuple):
     """role: "index", "next" (the rank's, and one more); "begin", "end" of its range; "at", an id minus that begin;
     "from begin", "to end", "inside" and their opposites (a condition of an id); "looked up", right inside; "masked", 0
-    outside. ids: the node; steps: which of them an element is of (None: a number of the rank)."""
+    outside; "term", linear in such. ids: the node; steps: of which of them each element is (None: of none)."""
 
     role: str
     axes: tuple[str, ...]
@@ -54,6 +54,7 @@ _COMPARED: Mapping[tuple[str, Any, Any], str] = MappingProxyType(
     | {("lt", "ids", "end"): "to end", ("ge", "ids", "end"): "behind"}
 )
 _TURNED = MappingProxyType({"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"})
+_LINEAR = frozenset("sum mul neg mm bmm view _unsafe_view reshape expand unsqueeze squeeze permute transpose t".split())
 _SAME = frozenset("clone detach alias _to_copy convert_element_type clamp clamp_min clamp_max contiguous".split())
 _LOOKUPS = frozenset("embedding index index_select gather".split())
 _PUTS = frozenset("embedding_dense_backward index_put scatter_add index_add".split())
@@ -71,37 +72,57 @@ def found(scope: Scope, node: Node, given: dict, rule: Callable) -> Any:
     if name in _LOOKUPS:
         return _looked_up(scope, node, name, given, rule)
     if name in _PUTS:
-        known = _put(scope, node, name, given, rule)
-        return rule(scope, node, _varying(scope, node, given)) if known is None else known
+        return _put(scope, node, name, given, rule)
+    if name in ("psum", "reduce_scatter"):
+        return _summed(scope, node, given, rule)
     one = _moved(scope, node, name) or _bound(scope, node, name) or _condition(scope, node, name)
     if one is not None:
         noted(scope, node, one)
         return _again(scope, node, given, rule, one) if one.role == "masked" else None
     if "val" in node.meta and isinstance(node.meta["val"], torch.Tensor):
-        return _combined(scope, node, name, marked, given, rule)
+        known = _combined(scope, node, name, marked, given, rule)
+        return _term(scope, node, name, marked, given, rule) if known is None else known
     return None
 
 
 def _again(scope: Scope, node: Node, given: dict, rule: Callable, one: Range) -> Value | None:
-    """The value of what is 0 outside of the range, as its rule has it of what all ranks have."""
+    """The value of what is 0 outside of the range, as its rule has it of what all ranks have; each has another."""
     plain = {key: _without(v, one.axes) if isinstance(v, Value) else v for key, v in given.items()}
     out = rule(scope, node, plain)
     if not isinstance(out, Value) or not all(out.replicated(axis) for axis in one.axes):
         return None
-    return out.marked({axis: Pending("sum", node) for axis in one.axes})
+    return out.marked(dict.fromkeys(one.axes, Varying()))
+
+
+def _summed(scope: Scope, node: Node, given: dict, rule: Callable) -> Any:
+    """The sum over the ranks of what is 0 outside of each one's range, or is linear in such values."""
+    xs = []
+    for source, x in zip(items_of(node.args[0]), given["xs"], strict=True):
+        one = scope.ranges.get(source, _NO)
+        axes = [a for a in one.axes if one.role in ("masked", "term") and x.is_(a, Varying)]
+        xs.append(x.marked({axis: Pending("sum", source) for axis in axes}))
+    return rule(scope, node, {**given, "xs": xs})
+
+
+def _term(scope: Scope, node: Node, name: str, marked: list[Node], given: dict, rule: Callable) -> Value | None:
+    """What is linear in values that are 0 outside: a term of a sum over the ranks."""
+    ranges, one = [scope.ranges[n] for n in marked], scope.ranges[marked[0]]
+    if any(other.role not in ("masked", "term") or other.axes != one.axes for other in ranges):
+        return None
+    alone = len(marked) == 1 and all(n in marked or _same_for_all(scope, n, one.axes) for n in node.all_input_nodes)
+    both = name in ("add", "sub") and len(marked) == len(node.all_input_nodes) == len(node.args)
+    linear = node.args.count(marked[0]) == 1 and (name in _LINEAR or (name == "div" and node.args[0] is marked[0]))
+    if not both and not (alone and linear):
+        return None
+    value = _again(scope, node, given, rule, one)
+    if value is not None:
+        noted(scope, node, Range("term", one.axes, one.size))
+    return value
 
 
 def _without(v: Value, axes: tuple[str, ...]) -> Value:
     """As all ranks have it, of a value that is a term of a sum, or differs by the rank's index."""
     return v.without([a for a in axes if v.is_(a, Varying) or v.pending(a, "sum")])
-
-
-def _varying(scope: Scope, node: Node, given: dict) -> dict:
-    """Of what is 0 outside, where it is put to places of which it is not known that they are those: no pending sum."""
-    mine = [scope.values[n] for n in node.all_input_nodes if scope.ranges.get(n, _NO).role == "masked"]
-    axes = [[axis for axis in v.marks if v.pending(axis, "sum")] for v in mine]
-    new = [v.marked(dict.fromkeys(some, Varying())) for v, some in zip(mine, axes, strict=True)]
-    return {key: next((n for v, n in zip(mine, new, strict=True) if v is one), one) for key, one in given.items()}
 
 
 def _same_for_all(scope: Scope, node: Any, axes: tuple[str, ...]) -> bool:
