@@ -162,7 +162,7 @@ PPERMUTE = Collective(
     "int shift",
     type=lambda shift: (None, Permuted()),
     real=real.ppermute,
-    simulated=lambda xs, sizes, shift: [xs[(i - shift) % len(xs)] for i in range(len(xs))],
+    simulated=lambda xs, sizes, shift: [xs[(i - shift) % len(xs)].clone() for i in range(len(xs))],
     transpose=lambda gs, axis, shift: PPERMUTE.emit(gs, axis, -shift),
     sent=lambda nbytes, n: nbytes,
 )

@@ -214,7 +214,7 @@ class Shown(NamedTuple):
     totals: {axes: {"part NAME", "metric NAME", "count NAME": fp64}}, undivided, so that a check proves their sum.
     factors: {name: the weights that are no Parts}. counts: {name: count of the whole batch}, where it is a number, of
     parts, of metrics and of the means among weights. dtypes: of the means. lines: `lines_of`. made_at: {name: the line
-    that made it}, for errors. numbers: {name: (count that is shown, what it is multiplied by: numbers of ranks along each
+    that made it}, for errors. numbers: {name: (count that is shown, its factors: numbers of ranks along each
     axis, and of microbatches)} of parts whose count is one.
     """
 

@@ -49,6 +49,7 @@ from fmegatron.step.checker.marks import raised
 from fmegatron.step.checker.movement import elsewhere, reshaped
 from fmegatron.step.checker.sent import by_counts, permuted, rows_sent
 from fmegatron.step.checker.statements import OPEN, axes_on, declared, equal_over, left_of, made, starts_of, terms
+from fmegatron.step.checker.turns import turned
 from fmegatron.step.checker.values import (
     NOTHING,
     OWED,
@@ -87,10 +88,17 @@ def rule(scope: Scope, node: Node, given: dict) -> list[Value]:
         _after(scope, node, x, axes, *collective.type(*mine), shape)
         for x, mine, shape in zip(xs, own, shapes, strict=True)
     ]
+    if collective is table.PPERMUTE:
+        turned(scope, node, axes, own[0][0], xs)
     counts = [scope.values[n] for n in node.args[3:] if isinstance(n, Node)]
     if collective is table.CUT:
         return [_by_index(scope, node, x, axes, counts[0]) for x in out]
     return [by_counts(node, x, axes, counts) for x in out] if counts else out
+
+
+def summed(scope: Scope, node: Node, x: Value, axis: str) -> Value:
+    """What a psum over one axis makes of a value."""
+    return equal_over((axis,), _zeros(_reduced(scope, node, x, (axis,), "sum")))
 
 
 def _carried(scope: Scope, x: Value, axes: tuple[str, ...]) -> Value:

@@ -148,6 +148,7 @@ class Scope:
     asked: dict[int, set] = field(default_factory=dict)  # see `sizes.note`
     ahead: dict[torch.fx.Node, Any] = field(default_factory=dict)  # values of nodes that come, see `ahead.py`
     ranges: dict[torch.fx.Node, Any] = field(default_factory=dict)  # see `ranges.py`
+    turns: dict[torch.fx.Node, Any] = field(default_factory=dict)  # see `turns.py`
     beside: set[torch.fx.Node] = field(default_factory=set)  # nodes that have such operands
     depth: int = 0  # of ops that are made of others
     views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed

@@ -28,6 +28,7 @@ from fmegatron.step.checker import (
     ranges,
     reductions,
     sizes,
+    turns,
 )
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, Signature, line_of, op_name
@@ -173,13 +174,19 @@ def _value_after(scope: Scope, node: Node) -> Any:
     for name, argument in node.kwargs.items():
         given[name] = _with_values(scope, argument)
     try:
-        found = ranges.found(scope, node, given, signature.rule) if node in scope.beside else None
+        found = _beside(scope, node, given, signature.rule) if node in scope.beside else None
         found = signature.rule(scope, node, given) if found is None else found
     except _FAULTS as fault:
         return unproven(scope, node, f"internal: its rule fails ({type(fault).__name__}: {fault}); please report it")
     if found is None or _fits(found, node.meta.get("val")):
         return padding.after(scope, node, found)
     return unproven(scope, node, f"internal: its rule gives {_sizes(found)}, not the shape it has; please report it")
+
+
+def _beside(scope: Scope, node: Node, given: dict, rule: Rule) -> Any:
+    """What is known of a node because of what its operands are besides their values."""
+    found = turns.added(scope, node, lambda x, axis: collectives.summed(scope, node, x, axis))
+    return ranges.found(scope, node, given, rule) if found is None else found
 
 
 def unproven(scope: Scope, node: Node, why: str, fix: str = GO_ON) -> Any:
@@ -377,6 +384,9 @@ def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> Non
             continue
         if storage_of(meta) != storage:
             continue
+        if scope.beside:
+            ranges.written(scope, other)
+            turns.written(scope, other)
         if new is not None and _geometry(meta) == _geometry(memory):
             scope.values[other] = new
             continue

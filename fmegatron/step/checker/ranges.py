@@ -24,7 +24,7 @@ from fmegatron.step.checker.dims import Atom, joined, over, size_of
 from fmegatron.step.checker.values import Pending, Value, Varying
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
-__all__ = ["Range", "found", "noted"]
+__all__ = ["Range", "found", "noted", "written"]
 
 Node = torch.fx.Node
 Steps = tuple[tuple[int, int], ...]  # of each dim (size, how far apart its elements are in the ids, in order)
@@ -66,9 +66,18 @@ def noted(scope: Scope, node: Node, one: Range) -> None:
     scope.beside.update(node.users)
 
 
+def written(scope: Scope, memory: Node) -> None:
+    """Nothing is known any more of what was written into, nor of ranges of such ids."""
+    for node, one in [*scope.ranges.items()]:
+        if memory in (node, one.ids):
+            del scope.ranges[node]
+
+
 def found(scope: Scope, node: Node, given: dict, rule: Callable) -> Any:
     """The value of a node of whose operands some are ranges, where more is known of it than its rule knows; None."""
     name, marked = op_name(node), [n for n in node.all_input_nodes if n in scope.ranges]
+    if not marked:
+        return None
     if name in _LOOKUPS:
         return _looked_up(scope, node, name, given, rule)
     if name in _PUTS:
