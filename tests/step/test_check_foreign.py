@@ -10,7 +10,6 @@ OPEN = frozenset(
     (
         "times the mean of all",
         "a halo",
-        "a ring of sums",
         "a carried scan",
         "padded shards written",
         "a largest of all",
