@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
 import optree
 
-from fmegatron.collectives.rank_counts import RankCount
 from fmegatron.layout import Mesh, data_parallel
+from fmegatron.layout.rank_counts import ranks_along
 from fmegatron.tree import checks, structure, torch_private
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ class Axis:
     def only(self, names: tuple[str, ...]) -> Axis:
         """The axis of some of its names, in the order given."""
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
-        return replace(self, names=tuple(names), size=_count(names, sizes), sizes=sizes)
+        return replace(self, names=tuple(names), size=ranks_along(names, sizes), sizes=sizes)
 
     def require(self, layouts: structure.Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of this axis."""
@@ -47,11 +44,6 @@ class Axis:
 
     def __str__(self) -> str:
         return "+".join(self.names) or "(size 1)"
-
-
-def _count(names: Sequence[str], sizes: Sequence[int]) -> int:
-    number = math.prod(sizes)
-    return RankCount(number, tuple((name, Fraction(1)) for name in sorted(names))) if names else number
 
 
 @dataclass(frozen=True)
@@ -80,8 +72,8 @@ class Axes:
         if len(set(names)) != len(names):
             raise ValueError(f"axes: got {names}, wanted each axis once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
-        sizes = tuple(self.mesh[name] for name in kept)
-        return Axis(kept, _count(kept, sizes), self.mesh, self.world, sizes)
+        sizes = tuple(int(self.mesh[name]) for name in kept)
+        return Axis(kept, ranks_along(kept, sizes), self.mesh, self.world, sizes)
 
     @property
     def sequence(self) -> Axis:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from fmegatron.layout.rank_counts import ranks_along
+
 # The field's names, which every mesh has, with size 1 at least; cpi: the inner axis of cp, where that has two levels.
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "cpi", "ep", "tp")
 
@@ -42,7 +44,8 @@ class Mesh:
         for name, size in axes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"mesh axis {name!r}: got size {size!r}, wanted a whole number of at least 1")
-        self._set(tuple(axes), tuple(axes.values()), ((math.prod(axes.values()), 1),))
+        sizes = tuple(map(int, axes.values()))
+        self._set(tuple(axes), sizes, ((math.prod(sizes), 1),))
 
     def _set(self, names, sizes, digits) -> None:
         object.__setattr__(self, "names", names)
@@ -62,7 +65,7 @@ class Mesh:
     @cached_property
     def size(self) -> int:
         """Number of ranks (the world)."""
-        return math.prod(self.sizes)
+        return self.extent(self.names)
 
     @cached_property
     def _strides(self) -> dict[str, int]:
@@ -76,13 +79,22 @@ class Mesh:
     def _size_of(self) -> dict[str, int]:
         return dict(zip(self.names, self.sizes, strict=True))
 
+    @cached_property
+    def _count_of(self) -> dict[str | tuple[str, ...], int]:
+        """The sizes of axes, and of those that were asked for together, that know that they are numbers of ranks."""
+        return {name: ranks_along((name,), (size,)) for name, size in self._size_of.items()}
+
     def __contains__(self, axis: object) -> bool:
         return axis in self._size_of
 
     def __getitem__(self, axis: str) -> int:
-        """Size of an axis, 1 for a standard one that the mesh lacks. Raises ValueError for an unknown one."""
+        """Size of an axis, 1 for a standard one that the mesh lacks. Raises ValueError for an unknown one.
+
+        It knows that it is the number of ranks along the axis, as do products and quotients of it (`rank_counts`), so
+        that a check of a step tells a division by it from one by another number.
+        """
         try:
-            return self._size_of[axis]
+            return self._count_of[axis]
         except (KeyError, TypeError):
             if axis in STANDARD_AXES:
                 return 1
@@ -101,8 +113,11 @@ class Mesh:
         return tuple(name for name in names if name in self._size_of)
 
     def extent(self, axes: str | Iterable[str]) -> int:
-        """Number of positions along one axis or joint axes."""
-        return math.prod(self[name] for name in ((axes,) if isinstance(axes, str) else axes))
+        """Number of positions along one axis or joint axes, which knows that it is that, as the size of one does."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if names not in self._count_of:
+            self._count_of[names] = ranks_along(names, [int(self[name]) for name in names])
+        return self._count_of[names]
 
     def check_rank(self, rank: int) -> int:
         """`rank`, or ValueError when the mesh has no such rank."""
@@ -148,7 +163,7 @@ class Mesh:
         """Position of a rank along one axis, or along the joint axes (major first)."""
         position, index = self._position(rank), 0
         for name in (axes,) if isinstance(axes, str) else axes:
-            size = self[name]
+            size = int(self[name])
             index = index * size + position // self._strides.get(name, 1) % size
         return index
 
@@ -157,7 +172,7 @@ class Mesh:
         position = 0
         for axes, index in places:
             for name in reversed(axes):
-                index, digit = divmod(index, self[name])
+                index, digit = divmod(index, int(self[name]))
                 position += digit * self._strides.get(name, 0)
         return self._rank_at(position)
 
@@ -165,7 +180,7 @@ class Mesh:
         """The rank that differs from `rank` only in standing at `index` along the (joint) axes."""
         position = self._position(rank)
         for name in reversed((axes,) if isinstance(axes, str) else tuple(axes)):
-            size, stride = self[name], self._strides.get(name, 1)
+            size, stride = int(self[name]), self._strides.get(name, 1)
             index, digit = divmod(index, size)
             position += (digit - position // stride % size) * stride
         return self._rank_at(position)

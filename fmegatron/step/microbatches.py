@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron import tree
-from fmegatron.collectives import Axes, rank_counts
+from fmegatron.collectives import Axes
+from fmegatron.layout import rank_counts
 from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.cut import OneNode
 from fmegatron.step.gradient import Gradient, LossFn

@@ -397,10 +397,11 @@ def _require_simple(what: str, part: Part) -> None:
 
 
 def _count(key: str, part: Part, sums: Mapping[str, Tensor], axes: Axes, n: int) -> Any:
-    """The count of the whole batch. A number stands for each rank and microbatch: no psum of it (1: `_as_terms`)."""
+    """The count of the whole batch. A number stands for each rank and microbatch: no psum of it (1: `_as_terms`). It
+    knows of which sizes and numbers of ranks it is made, so that a check sees whether it counts all rows."""
     if isinstance(part.count, Tensor):
         return sums[key]
-    return float(n) if _counts_one(part) else float(part.count) * _over(part, axes).axis.size * n
+    return float(n) if _counts_one(part) else _over(part, axes).axis.size * part.count * n
 
 
 def _inverse(count: Any) -> Any:

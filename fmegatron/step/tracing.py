@@ -20,9 +20,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fmegatron import tree
-from fmegatron.collectives import kinds, known_ranks, rank_counts
+from fmegatron.collectives import kinds, known_ranks
 from fmegatron.collectives import torch_private as of_torch
-from fmegatron.layout import layout, notation
+from fmegatron.layout import layout, notation, rank_counts
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
 from fmegatron.step.lines import described, frames_of, line_here, line_of
 from fmegatron.step.purity import (

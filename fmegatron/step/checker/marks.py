@@ -316,7 +316,7 @@ def _state(values: Sequence[Value], axis: str) -> str:
     return next(v.state(axis) for v in values if not v.replicated(axis))
 
 
-def raised(x: Value, axes: Iterable[str], power: int, node: Node, what: str, **more: Any) -> Value:
+def raised(x: Value, axes: Iterable[str], power: Fraction | int, node: Node, what: str, **more: Any) -> Value:
     """A value that is too large by the sizes of these axes to a power; more: as in `Excess`."""
     excess = dict(x.excess)
     for axis in axes:
@@ -340,9 +340,10 @@ def scaled(
         over = {a: power for a, power in over.items() if x.portion.get(a) not in OWED}
         if not over and factor:
             return x
-    means = [a for a, power in over.items() if power == -1 and a not in x.excess and no_mean(x, a)]
+    means = [a for a, power in over.items() if power <= -1 and a not in x.excess and no_mean(x, a)]
     if means:
-        x = raised(x, means, -1, node, NO_MEAN, loose=True)
+        for axis in means:
+            x = raised(x, [axis], over[axis], node, NO_MEAN, loose=True)
         over = {a: power for a, power in over.items() if a not in means}
         return scaled(scope, node, x, factor, over, divides) if over else x
     new = [a for a, power in over.items() if power == 1 and a not in x.excess and x.pending(a, "sum")]
@@ -398,6 +399,8 @@ def sized(scope: Scope, node: Node, x: Value, known: Known) -> Value:
             e = e._replace(power=e.power + power, loose=e.loose or not known.sure)
             if e.power or e.doubt is not None:
                 left[axis] = e
+        elif x.replicated(axis) and power == -1 and portion in ("total", "mean"):  # a count of the rows, times n
+            left[axis] = Excess(power, node, _SIZE, loose=not known.sure)
         elif x.replicated(axis) and (power == -1 or (portion in ("exact", "either") and power == 1)):
             x = shared(x, {axis: power})
         elif not back and portion != "mixed" and not x.is_(axis, Unknown, Wrong, Suspect, Varying):

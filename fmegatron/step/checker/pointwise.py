@@ -8,7 +8,7 @@ that a sum over the ranks is finite where its terms are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
@@ -58,6 +58,11 @@ _RISING = (
 def same(scope: Scope, node: Node, given: dict) -> Value:
     """clone, detach, barrier: what it was, element for element."""
     return given["self"] if "self" in given else given["x"]
+
+
+def lifted(scope: Scope, node: Node, given: dict) -> Value:
+    """A tensor of Python's numbers, which may be a size of a rank's part."""
+    return _of_sizes(scope, node, given["self"]) if "parts" in node.meta else given["self"]
 
 
 def negated(scope: Scope, node: Node, given: dict) -> Value:
@@ -169,7 +174,8 @@ def _product(scope: Scope, node: Node, a: Value, b: Value) -> Value:
 def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None = None, divides: bool = False) -> Value:
     """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
-    known = sizes.of_factor(scope, node, factor, divides) if "parts" in node.meta else _of_tensor(of, divides)
+    made = "parts" in node.meta
+    known = sizes.of_factor(scope, node, factor, divides) if made else sizes.of_tensor(scope, of, divides)
     if known is not None:
         x = sized(scope, node, x, known)
         return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
@@ -178,32 +184,17 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
         if totals := [axis for axis in asked if x.portion.get(axis) == "total" and axis not in x.marks]:
             x = sized(scope, node, x, sizes.Known(dict.fromkeys(totals, Fraction(1)), False))
             return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
-    over, rest = _ranks(scope, ranks, factor, divides)
-    x = scaled(scope, node, x, factor / rest, over, divides)
-    x = scaled(scope, node, x, rest, NOTHING, divides) if rest != 1 else x
+    over, rest = sizes.of_ranks(scope, ranks, factor, divides)
+    again = {} if rest == 1 else {axis: power + 1 for axis, power in over.items() if power < -1}
+    if again:  # by a count of all rows, and by their number again
+        x = scaled(scope, node, x, rest, NOTHING, True)
+        for powers in (dict.fromkeys(again, Fraction(-1)), again):
+            x = scaled(scope, node, x, 1.0, powers, divides)
+    else:
+        x = scaled(scope, node, x, factor / rest, over, divides)
+        x = scaled(scope, node, x, rest, NOTHING, divides) if rest != 1 else x
     x = counted_rows(scope, x, factor) if not (divides or over or x.constant is not None) else x
     return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
-
-
-def _of_tensor(of: Value | None, divides: bool) -> sizes.Known | None:
-    """Of a tensor that holds a size of a rank's part."""
-    if of is None or not of.ranks or min(of.ranks.values()) > 0:
-        return None
-    return sizes.Known({axis: -power if divides else power for axis, power in of.ranks.items()}, True)
-
-
-def _ranks(
-    scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool
-) -> tuple[Mapping[str, Fraction], float]:
-    """{axis: power} of the numbers of ranks whose product a factor is, and what it is besides. Where it divides by some
-    and by another number (that of all rows), nothing is known of it."""
-    if not over or not factor:
-        return NOTHING, 1
-    over = {axis: -power if divides else power for axis, power in over.items() if axis in scope.mesh.names}
-    rest = factor / math.prod(scope.mesh[axis] ** float(power) for axis, power in over.items())
-    if abs(rest - 1) < 1e-9:
-        return over, 1
-    return (over, rest) if over and min(over.values()) > 0 else (NOTHING, 1)
 
 
 def quotient(scope: Scope, node: Node, given: dict) -> Value:
@@ -390,7 +381,9 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
         out = filled(shape_of(node), number_)
         out = replace(out, equal_terms=bool(out.constant) and not name.endswith("_like"))
         out = _of_sizes(scope, node, out) if "parts" in node.meta else out
-    out = replace(out, ranks=node.meta["ranks"]) if "ranks" in node.meta else out
+    ranks = node.meta.get("ranks") if out.constant else None
+    if ranks and sizes.of_ranks(scope, ranks, out.constant, False) == (ranks, 1):  # and not a size of its shape
+        out = replace(out, ranks=ranks)
     if name != "ones_like" or out.dims:
         return out
     loss = given["self"]
@@ -444,7 +437,7 @@ def philox(scope: Scope, node: Node, given: dict) -> list[Value]:
 
 
 RULES: Rules = MappingProxyType(
-    dict.fromkeys("clone contiguous alias detach lift_fresh_copy conj positive barrier to_host from_host".split(), same)
+    dict.fromkeys("clone contiguous alias detach conj positive barrier to_host from_host".split(), same)
     | dict.fromkeys(("_to_copy", "to", "convert_element_type"), cast)
     | dict.fromkeys(("add", "sub", "rsub"), sums)
     | dict.fromkeys(_RISING.split(), function_of("rising"))
@@ -459,6 +452,7 @@ RULES: Rules = MappingProxyType(
         "min.other": of_two("min"),
         "clamp": of_two("function"),
         "neg": negated,
+        "lift_fresh_copy": lifted,
         "copy": copied,
         "mul": product,
         "div": quotient,

@@ -1,4 +1,4 @@
-"""Sizes of a rank's parts as numbers: of a sharded dim it is 1/n of what one rank has (`collectives.rank_counts`).
+"""Sizes of a rank's parts as numbers: of a sharded dim it is 1/n of what one rank has (`layout.rank_counts`).
 
 A number that is a product of such sizes, and of numbers of ranks, is known to be, and which; one that Python was told
 as a plain number (`len(x)`, `float(x.shape[0])`) may be one wherever a number is as large.
@@ -15,7 +15,7 @@ import torch
 
 from fmegatron.step.checker.context import Scope
 from fmegatron.step.checker.dims import UNIFORM, Dim, over, size_of
-from fmegatron.step.checker.values import First, Pending, Value
+from fmegatron.step.checker.values import NOTHING, First, Pending, Value
 
 Node = torch.fx.Node
 
@@ -64,13 +64,39 @@ def is_of_all(scope: Scope, node: Node, axis: str) -> bool:
     return known is not None and known.sure and axis not in known.over
 
 
+def of_tensor(scope: Scope, of: Value | None, divides: bool) -> Known | None:
+    """Of a tensor that holds a size of a rank's part, or a product of such sizes and numbers of ranks."""
+    if of is None or not of.ranks or not of.constant:
+        return None
+    number = 1 / of.constant if divides else of.constant
+    if abs(number / _product(scope, of.ranks) - 1) < 1e-9:
+        return None  # of numbers of ranks alone
+    return Known({axis: -power if divides else power for axis, power in of.ranks.items()}, True)
+
+
+def of_ranks(
+    scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool
+) -> tuple[Mapping[str, Fraction], float]:
+    """{axis: power} of the numbers of ranks whose product a factor is, and what it is besides. Where it divides by some
+    and by another number (that of all rows), nothing is known of it."""
+    if not over or not factor:
+        return NOTHING, 1
+    over = {axis: -power if divides else power for axis, power in over.items() if axis in scope.mesh.names}
+    rest = factor / _product(scope, over)
+    if abs(rest - 1) < 1e-9:
+        return over, 1
+    least = min(over.values(), default=0)
+    return (over, rest) if least > 0 or least < -1 else (NOTHING, 1)
+
+
+def _product(scope: Scope, over: Mapping[str, Fraction]) -> float:
+    return math.prod(scope.mesh[axis] ** float(power) for axis, power in over.items())
+
+
 def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -> Known | None:
-    """None where a number beside them is as large as the ranks that share them: `x.numel() * mesh["dp"]` is what one
-    rank has, and Mesh gives plain numbers."""
+    """The axes of the ranks are taken as they are said; a number beside them may be of anything."""
     powers = {axis: power * sign for axis, power in ranks if scope.mesh.names.count(axis) and scope.mesh[axis] > 1}
-    rest = whole
-    for axis, power in ranks:
-        rest /= (scope.mesh[axis] if axis in scope.mesh.names else 1) ** float(power)
+    rest = whole / _product(scope, {axis: power for axis, power in ranks if axis in scope.mesh.names})
     for name, d, power in sizes:
         dim = scope.sizes.get((name, d))
         if dim is None:
@@ -79,8 +105,7 @@ def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -
         for axis in over(dim):
             powers[axis] = powers.get(axis, Fraction(0)) - sign * power
     powers = {axis: power for axis, power in powers.items() if power}
-    shared = math.prod(scope.mesh[axis] ** float(-power * sign) for axis, power in powers.items())
-    return None if powers and abs(rest - shared) < 1e-9 * shared else Known(powers, abs(rest - 1) < 1e-9)
+    return Known(powers, abs(rest - 1) < 1e-9)
 
 
 def as_asked(scope: Scope, number: float) -> frozenset[str]:

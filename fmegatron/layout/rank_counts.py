@@ -1,20 +1,22 @@
 """A number of ranks, or a size of a rank's part, that knows that it is one, so that the check knows a division by it.
 
-`x / axes["dp"].size` is the same graph as `x / 2` on two ranks, and on one rank another, and so is `x / y.shape[0]`
-where `y` is sharded: products, quotients and powers of such numbers know of what they are made, and to which powers;
-all else (sums, `float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted at its node.
+`x / mesh["dp"]` (or `axes["dp"].size`) is the same graph as `x / 2` on two ranks, and on one rank another, and so is
+`x / y.shape[0]` where `y` is sharded: products, quotients and powers of such numbers know of what they are made, and to
+which powers; all else (sums, `float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted
+at its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RankCount", "RankShare", "SizeOf", "of_ranks", "of_sizes", "plain"]
+__all__ = ["RankCount", "RankShare", "SizeOf", "of_ranks", "of_sizes", "plain", "ranks_along"]
 
 _NONE: Mapping[str, Fraction] = MappingProxyType({})
 
@@ -28,6 +30,13 @@ class SizeOf(NamedTuple):
     def ask(self) -> None:
         """Note that Python was told it as a plain number."""
         self.node.meta.setdefault("asked", set()).add(self.dim)
+
+
+def ranks_along(names: Sequence[str], sizes: Sequence[int]) -> int:
+    """The number of ranks along these axes together, of which those of one rank leave no trace."""
+    number = math.prod(sizes)
+    over = tuple((name, Fraction(1)) for name, size in sorted(zip(names, sizes, strict=True)) if size > 1)
+    return RankCount(number, over) if over else number
 
 
 def of_ranks(number: Any) -> Mapping[str, Fraction]:

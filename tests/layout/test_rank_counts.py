@@ -7,10 +7,11 @@ from fractions import Fraction
 import torch
 
 from fmegatron.collectives import Axes
-from fmegatron.collectives.rank_counts import of_ranks
-from fmegatron.layout import Mesh
+from fmegatron.layout import Layout, Mesh
+from fmegatron.layout.rank_counts import of_ranks
 
-AXES = Axes(Mesh(dp=2, fsdp=3, tp=1))
+MESH = Mesh(dp=2, fsdp=3, tp=1)
+AXES = Axes(MESH)
 
 
 def test_what_numbers_know():
@@ -21,6 +22,15 @@ def test_what_numbers_know():
     assert of_ranks(both / dp) == {"fsdp": 1} and both / dp == 3.0
     assert of_ranks(dp**0.5) == {"dp": Fraction(1, 2)} and of_ranks(dp**-1) == {"dp": -1}
     assert type(dp / dp) is float and type(dp - 1) is int and type(dp // 2) is int and type(float(dp)) is float
+
+
+def test_a_mesh_gives_such_numbers():
+    assert (MESH["dp"], MESH["tp"], MESH["pp"], MESH.size, MESH.extent(("fsdp", "tp"))) == (2, 1, 1, 6, 3)
+    assert of_ranks(MESH["dp"]) == {"dp": 1} and not of_ranks(MESH["tp"]) and not of_ranks(MESH["pp"])
+    assert of_ranks(MESH.size) == {"dp": 1, "fsdp": 1} and of_ranks(MESH.extent(("fsdp", "tp"))) == {"fsdp": 1}
+    again = Mesh(dp=MESH["dp"], fsdp=MESH["fsdp"], tp=1)
+    assert again == MESH and {*map(type, again.sizes)} == {int}
+    assert type(Layout((MESH["dp"] * 2,), torch.float32, MESH).shape[0]) is int
 
 
 def test_they_are_numbers():
