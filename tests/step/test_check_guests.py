@@ -10,9 +10,8 @@ from tests.step.guests import by_hand, frame, rows_right, rows_wrong, split
 CASES = [(guest, mesh) for guest in frame.GUESTS for mesh in guest.meshes]
 NAMES = [f"{guest.name}-{mesh}" for guest, mesh in CASES]
 MODULES = (by_hand, rows_right, rows_wrong, split)
-# What is only wrong by a plain number, or by an `if` of the user over the number of ranks, no check of types can tell;
-# two halves that are each divided by their own weights are a kind that is open.
-UNSEEN = {"plain_mesh_number_on_a_sum", "gathered_detached_keys", "two_halves_averaged"}
+# What is only wrong by an `if` of the user over the number of ranks no check of types can tell.
+UNSEEN = {"gathered_detached_keys"}
 DEFAULT = {"local_negatives-dp2", "info_nce-fsdp2"}
 MARKED = [
     pytest.param(*case, id=name, marks=() if name in DEFAULT else pytest.mark.slow)

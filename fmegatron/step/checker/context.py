@@ -150,6 +150,7 @@ class Scope:
     ranges: dict[torch.fx.Node, Any] = field(default_factory=dict)  # see `ranges.py`
     turns: dict[torch.fx.Node, Any] = field(default_factory=dict)  # see `turns.py`
     beside: set[torch.fx.Node] = field(default_factory=set)  # nodes that have such operands
+    chunks: dict[Any, Any] = field(default_factory=dict)  # see `chunks`
     depth: int = 0  # of ops that are made of others
     views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
 

@@ -19,6 +19,7 @@ import torch
 
 from fmegatron.collectives import kinds, torch_private
 from fmegatron.step.checker import (
+    chunks,
     collectives,
     kernels,
     lookups,
@@ -71,6 +72,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     uses = Counter(itertools.chain.from_iterable(inputs.values()))
     for node, sources in inputs.items():
         if node.op == "output":
+            if scope.chunks and not scope.depth:
+                chunks.at_outputs(scope, sources)
             # An op of several results, taken apart, may have none somewhere: the gradient of an absent weight.
             return [None if source is None else values[source] for source in items_of(node.args[0])]
         if node.op == "placeholder":
@@ -86,6 +89,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
         else:
             scope.order[node] = len(scope.order)
             values[node] = _after(scope, node)
+            if scope.chunks:
+                chunks.after(scope, node)
             _write(scope, node)
         if node.name in read and node in values:
             sizes.note(scope, node, values[node])

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import torch
 
+from fmegatron.step.checker import chunks
 from fmegatron.step.checker.arithmetic import elementwise, may_shard, not_on
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, goes_round, line_of, op_name, shape_of, suspected
 from fmegatron.step.checker.dims import (
@@ -179,12 +180,12 @@ def sliced(
             at += size_of(run)
         if sum(map(size_of, within)) == count:
             return _with_dim(x, dim, within[0] if len(within) == 1 else (Atom(count, runs=tuple(within)),))
-    if x.data and covered:
-        return _with_dim(x, dim, (Atom(count, first.axes),))
     edges = {0, size} | first.cuts
     if step == 1 and len(atoms) == 1 and {start, stop} <= edges:
         inner_cuts = frozenset(c - start for c in first.cuts if start < c < stop)
         return _with_dim(x, dim, (Atom(count, first.axes, inner_cuts, first.inner),))
+    if x.data and covered and chunks.begin(scope, node, x, dim, range(start, stop, step)):
+        return _with_dim(x, dim, (Atom(count, first.axes),))
     what = f"takes [{start}:{stop}] of dim {dim}, which is sharded: a piece of every shard"
     return _with_dim(_piece(scope, node, x, atoms, what, dim, covered), dim, plain(count))
 
