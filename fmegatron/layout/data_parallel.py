@@ -271,7 +271,7 @@ def _split_over(layout: Layout, axes: list[str], dims: list[int], first: int | N
 
 def _split_once(layout: Layout, axis: str, dims: list[int], first: int | None, block: int) -> Layout | None:
     """The layout with the axis where it divides: on a dim, else in ranges; else where it pads least. None: nowhere."""
-    ranks, held = layout.mesh[axis], _room(layout)
+    ranks, held = int(layout.mesh[axis]), _room(layout)
     if not layout.is_even_otherwise or 0 in layout.shape or not layout.shape:
         return None  # the uneven layout of a rule stays what it is
     on_dims = [_on_dim(layout, axis, dim) for dim in dims if not layout.flat]

@@ -61,7 +61,7 @@ def _ends(mesh: Mesh) -> dict[str, int]:
     """How many ranks the axis and all below it have."""
     found, size = {}, 1
     for name in reversed(mesh.names):
-        size *= mesh[name]
+        size *= int(mesh[name])
         found[name] = size
     return found
 

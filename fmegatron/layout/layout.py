@@ -234,7 +234,7 @@ class Layout:
         return self._sizes(self.flat)
 
     def _sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self.mesh[name] for name in axes if self.mesh[name] > 1)
+        return tuple(int(self.mesh[name]) for name in axes if self.mesh[name] > 1)
 
     def shard(self, rank: int) -> Shard:
         """Which piece of the array a rank holds: its index along the axes of each dim, then along the flat axes.
@@ -454,10 +454,10 @@ class Layout:
         """The index along the axes that are kept, of a joint index along more."""
         at = {}
         for name in reversed(axes):
-            index, at[name] = divmod(index, self.mesh[name])
+            index, at[name] = divmod(index, int(self.mesh[name]))
         joint = 0
         for name in kept:
-            joint = joint * self.mesh[name] + at[name]
+            joint = joint * int(self.mesh[name]) + at[name]
         return joint
 
     # ---- for people and files

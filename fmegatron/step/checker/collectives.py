@@ -226,7 +226,7 @@ def _reduced(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], wanted: 
     out = _folded(x, folds, wanted, node).marked(marks)
     if x.constant is not None and wanted == "sum":
         ranks = {axis: Fraction(1) for axis in axes if scope.mesh[axis] > 1} if x.constant == 1 else NOTHING
-        out = replace(out, constant=x.constant * scope.mesh.extent(axes), ranks=ranks)
+        out = replace(out, constant=x.constant * int(scope.mesh.extent(axes)), ranks=ranks)
     # Equal terms that were summed over some axes are such terms over the others still: counts, axis by axis. What is no
     # count may as well be complete.
     still = [a for a in scope.mesh.names if x.equal_terms and scope.mesh[a] > 1 and out.replicated(a)]
@@ -300,7 +300,7 @@ def _dim_cut(
     rooms: Sequence[int] | None = None, ranges: bool = False,
 ) -> Value:  # fmt: skip
     """rooms: sizes of the parts of the dim where what is left is padded. ranges: of a flattened block."""
-    atoms, n = x.dims[dim], scope.mesh.extent(axes)
+    atoms, n = x.dims[dim], int(scope.mesh.extent(axes))
     folds = folds_of(atoms)
     for fold in folds:
         what = f"takes parts of what {op_name(fold.node)} brought together"
@@ -372,7 +372,7 @@ def _dim_gathered(
     have is put side by side."""
     if not axes:
         return x
-    atoms, n = interleaved(x.dims[dim]), scope.mesh.extent(axes)
+    atoms, n = interleaved(x.dims[dim]), int(scope.mesh.extent(axes))
     first = atoms[0] if atoms else Atom(1, ())
     own = first.axes or ()
     left, minor = tuple(a for a in own if a not in axes), own[len(own) - len(axes) :] == axes
@@ -441,7 +441,7 @@ def _dim_gathered(
 def _exchanged(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], *, split_dim: int, concat_dim: int) -> Value:
     """all_to_all over `axes`: one dim is gathered, another cut. Of a pending sum the parts of all ranks are beside each
     other then, to be summed."""
-    n = scope.mesh.extent(axes)
+    n = int(scope.mesh.extent(axes))
     marks: dict[str, Mark | None] = {}
     terms: dict[str, Fold] = {}
     for axis in axes:

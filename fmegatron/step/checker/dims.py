@@ -424,7 +424,7 @@ def constant_along(atoms: Dim) -> bool:
 
 def beside(mesh: Mesh, axes: tuple[str, ...], folds: dict[str, Fold]) -> Dim:
     """The ranks' parts side by side: a factor for each axis, major first."""
-    return tuple(Atom(mesh[axis], (), fold=folds.get(axis)) for axis in axes)
+    return tuple(Atom(int(mesh[axis]), (), fold=folds.get(axis)) for axis in axes)
 
 
 def filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size: int) -> tuple[Atom, ...]:
@@ -432,7 +432,7 @@ def filled_in(own: tuple[str, ...], gathered: tuple[str, ...], mesh: Mesh, size:
     out, before = [], ()
     for axis in own:
         if axis in gathered:
-            out.append(Atom(mesh[axis], before))
+            out.append(Atom(int(mesh[axis]), before))
             before = ()
         else:
             before += (axis,)

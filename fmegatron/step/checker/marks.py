@@ -370,7 +370,7 @@ def scaled(
         left = {a: e for a, e in left.items() if e.power or e.doubt is not None}
         return shared(replace(x, excess=left or NOTHING), {a: p for a, p in over.items() if a not in x.excess})
     sizes = [
-        math.prod(scope.mesh[a] ** float(x.excess[a].power) for a in axes)
+        math.prod(int(scope.mesh[a]) ** float(x.excess[a].power) for a in axes)
         for count in range(len(too_large_over), 0, -1)
         for axes in itertools.combinations(too_large_over, count)
     ]

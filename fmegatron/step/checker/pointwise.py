@@ -174,8 +174,11 @@ def _product(scope: Scope, node: Node, a: Value, b: Value) -> Value:
 def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None = None, divides: bool = False) -> Value:
     """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
-    made = "parts" in node.meta
-    known = sizes.of_factor(scope, node, factor, divides) if made else sizes.of_tensor(scope, of, divides)
+    known = None
+    if "parts" in node.meta:
+        known = sizes.of_factor(scope, node, factor, divides)
+    elif of is not None and of.ranks:
+        known = sizes.of_tensor(scope, of, divides)
     if known is not None:
         x = sized(scope, node, x, known)
         return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
@@ -184,7 +187,7 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
         if totals := [axis for axis in asked if x.portion.get(axis) == "total" and axis not in x.marks]:
             x = sized(scope, node, x, sizes.Known(dict.fromkeys(totals, Fraction(1)), False))
             return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
-    over, rest = sizes.of_ranks(scope, ranks, factor, divides)
+    over, rest = sizes.of_ranks(scope, ranks, factor, divides) if ranks else (NOTHING, 1)
     again = {} if rest == 1 else {axis: power + 1 for axis, power in over.items() if power < -1}
     if again:  # by a count of all rows, and by their number again
         x = scaled(scope, node, x, rest, NOTHING, True)

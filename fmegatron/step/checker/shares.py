@@ -53,7 +53,7 @@ def portion_after(
     found = {a: "maybe" for a in big if count % scope.mesh[a] == 0}
     for k in range(1, len(big) + 1) if divides else ():
         for axes in itertools.combinations(big, k):
-            if math.prod(scope.mesh[a] for a in axes) == count:
+            if math.prod(int(scope.mesh[a]) for a in axes) == count:
                 found |= {a: "equal" for a in axes if x.portion.get(a) in (None, "rows")}
     return replace(x, portion={**x.portion, **found}) if found else x
 

@@ -64,9 +64,9 @@ def is_of_all(scope: Scope, node: Node, axis: str) -> bool:
     return known is not None and known.sure and axis not in known.over
 
 
-def of_tensor(scope: Scope, of: Value | None, divides: bool) -> Known | None:
+def of_tensor(scope: Scope, of: Value, divides: bool) -> Known | None:
     """Of a tensor that holds a size of a rank's part, or a product of such sizes and numbers of ranks."""
-    if of is None or not of.ranks or not of.constant:
+    if not of.constant:
         return None
     number = 1 / of.constant if divides else of.constant
     if abs(number / _product(scope, of.ranks) - 1) < 1e-9:
@@ -90,7 +90,7 @@ def of_ranks(
 
 
 def _product(scope: Scope, over: Mapping[str, Fraction]) -> float:
-    return math.prod(scope.mesh[axis] ** float(power) for axis, power in over.items())
+    return math.prod(int(scope.mesh[axis]) ** float(power) for axis, power in over.items())
 
 
 def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -> Known | None:

@@ -373,7 +373,7 @@ def value_of(layout: Layout | None, shape: Sequence[int]) -> Value:
         if flat and layout.padded:
             whole = (Atom(layout.local_shape(0)[first], flat, frozenset(), whole),)
         elif flat:
-            whole = cut(whole, flat, layout.mesh.extent(flat))
+            whole = cut(whole, flat, int(layout.mesh.extent(flat)))
         dims = [*dims[:first], whole]
     pads = dict.fromkeys(layout.padding_axes, Padding(0.0)) if layout.padded else NOTHING
     return Value(tuple(dims), {a: Pending("sum", None) for a in layout.unreduced if layout.mesh[a] > 1}, pads=pads)
