@@ -224,8 +224,8 @@ def no_space(monkeypatch, rank):
     """The disk is full when this rank starts its second write."""
     real = saving.write_part
 
-    def write_part(storage, plans, tensors, r):
-        return real(FaultyStorage(storage, full_after(1)) if r == rank else storage, plans, tensors, r)
+    def write_part(storage, plans, tensors, r, **seen):
+        return real(FaultyStorage(storage, full_after(1)) if r == rank else storage, plans, tensors, r, **seen)
 
     monkeypatch.setattr(saving, "write_part", write_part)
 
@@ -267,10 +267,10 @@ def test_a_file_system_that_refuses(tmp_path):
 
 
 def test_an_interrupt_on_one_rank_ends_all(tmp_path, monkeypatch):
-    def interrupted(root, plans, tensors, rank):
+    def interrupted(root, plans, tensors, rank, **seen):
         if rank == 1:
             raise KeyboardInterrupt
-        return real(root, plans, tensors, rank)
+        return real(root, plans, tensors, rank, **seen)
 
     real = saving.write_part
     monkeypatch.setattr(saving, "write_part", interrupted)

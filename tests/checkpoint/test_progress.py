@@ -98,8 +98,8 @@ def test_what_a_save_has_written(tmp_path, monkeypatch):
     so_far = open_store(tmp_path / "a").bytes_begun
     assert so_far() == 0
 
-    def watched(storage, plans, tensors, rank):
-        part = real(storage, plans, tensors, rank)
+    def watched(storage, plans, tensors, rank, **options):
+        part = real(storage, plans, tensors, rank, **options)
         seen.append(so_far())
         return part
 

@@ -22,7 +22,7 @@ from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, in_files, is_small
 from fmegatron.checkpoint.writing.scattered import Scattered
 from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
-from fmegatron.checkpoint.writing.write import write_part
+from fmegatron.checkpoint.writing.write import files_to_write, write_part
 from fmegatron.layout import Box, boxes, check_cover
 
 Held = Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]
@@ -48,8 +48,8 @@ class Orders:
         boxes = (tensors[name] for name in self.plans)
         flat = [x[0] if len(x) == 1 else torch.cat([one.reshape(-1) for one in x]) for x in boxes]
         plans = tuple(self.plans.values())
-        seen = look(plans, flat, self.rank)
-        part = write_part(storage, plans, flat, self.rank)
+        seen = look(files_to_write(plans, flat, self.rank), list(self.plans), flat)
+        part = write_part(storage, plans, flat, self.rank, seen=seen)
         require_unchanged(seen)
         part.plan = self.digest  # of all ranks' leaves together
         part.store(storage)

@@ -1,64 +1,83 @@
 """Whether a state stayed as it was while it was saved: a save of what another thread changes is refused.
 
-A digest of what is written does not show it: taken while it is written, bytes and digest may differ
-(acknowledged and unreadable); taken of a copy, both agree on a state that never was (torn). So the live memory itself
-is looked at before the first byte is given away, and again when all is written.
+Two looks, of which the second is the copy that is written: all of the state is digested (`look`), the ranks agree, then
+each band is copied, and what is copied must have the digest of before. So what was saved is what all ranks had at the
+moment at which they agreed, bit for bit, whatever else writes to the memory before or after. What is written behind the
+copy is in no checkpoint; it is an error as far as torch counts it or a sample shows it (`require_unchanged`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from fmegatron.checkpoint.files.format import bits, digest
 from fmegatron.checkpoint.files.torch_private import write_count
-from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_to_write
-from fmegatron.layout import Box
 
-_LOOK_BYTES = 1 << 20  # what is strided is copied so much at a time, and digested while it is in the cache
-_PART_BYTES = 8 << 20  # of a tensor that a thread looks at at a time
+if TYPE_CHECKING:
+    from fmegatron.checkpoint.writing.write import Files, Job
+
+_STEP_BYTES = 64 << 10  # of these, a sample has
+_LINE_BYTES = 64  # a line of the processor's cache
 
 
 class Seen(NamedTuple):
-    """What `look` saw of what a rank writes: of each leaf a number. boxes: None: all of the tensor."""
+    """What `look` saw of what a rank writes. first: of each file the digests (`Job.marks`).  names, tensors: the leaves.
+    counts, samples: of each, see `versions` and `samples`."""
 
-    paths: list[str]
+    files: Files
+    first: list[np.ndarray]
+    names: list[str]
     tensors: list[torch.Tensor]
-    boxes: list[list[Box] | None]
-    found: list[int]
+    counts: list[int]
+    samples: list[int]
 
 
-def look(plans: Sequence[LeafPlan], tensors: Sequence[torch.Tensor], rank: int) -> Seen:
-    """What `rank` is to write, as it is now.
+def look(files: Files, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Seen:
+    """What is to be written, as it is now: digests of the elements in host memory, and how often torch has written.
 
-    Digests of the elements in host memory, and the version that torch counts (a write through `.data` is not in it).
-    On a device only the version: a copy of all to the host would take as long as the save. In host memory it shows
-    what has changed and is back by the second look; but not for a part of a tensor, beside which others may write.
+    On a device only the latter: a copy of all to the host would take as long as the save.
+
+    Args:
+        files: made of these tensors.
+        names, tensors: the leaves, paths and the rank's local tensors.
     """
-    seen = Seen([], [], [], [])  # and no object for each of very many leaves
-    for leaf, x, boxes in zip(plans, tensors, boxes_to_write(plans, rank), strict=True):
-        parts = None
-        if leaf.home == "grid" and leaf.layout.replicas > 1:  # the other replicas look at the others
-            parts = [box for _, box in chunks_to_write(leaf, rank)]
-        if boxes if parts is None else parts:
-            seen.paths.append(leaf.path)
-            seen.tensors.append(x)
-            seen.boxes.append(parts)
-    seen.found.extend(_look(seen))
-    return seen
+    held = {name for job in files.jobs for name in job.names}
+    mine = [(name, x) for name, x in zip(names, tensors, strict=True) if name in held]
+    paths, some = [name for name, _ in mine], [x for _, x in mine]
+    return Seen(files, _look(files.jobs), paths, some, versions(some), samples(some))
 
 
-def require_unchanged(before: Seen) -> None:
-    """Raise RuntimeError naming the first leaf that is not as `look` saw it."""
-    for path, then, now in zip(before.paths, before.found, _look(before), strict=True):
-        if then != now:
-            raise RuntimeError(changed(path))
+def require_unchanged(seen: Seen) -> None:
+    """Raise RuntimeError naming a leaf that was written to behind `look`, as far as that can be seen without a third
+    look: by torch's counts, in leaves of at most 64 KiB, and at every 64 KiB of the others."""
+    beside = set()
+    now = zip(seen.names, seen.tensors, seen.counts, versions(seen.tensors), strict=True)
+    for (name, x, before, count), then, sample in zip(now, seen.samples, samples(seen.tensors), strict=True):
+        moved, is_all = before != count, x.untyped_storage().nbytes() == x.nbytes
+        if then != sample or (moved and (is_all or not x.is_cpu)):
+            raise RuntimeError(changed(name))
+        if moved:
+            beside.add(name)
+    again = [
+        (job, first)
+        for job, first in zip(seen.files.jobs, seen.first, strict=True)
+        if job.is_packed or job.nbytes <= _STEP_BYTES or not beside.isdisjoint(job.names)
+    ]
+    for (job, first), found in zip(again, _look([job for job, _ in again]), strict=True):
+        require_same(job, first, found)
+
+
+def require_same(job: Job, first: np.ndarray, found: np.ndarray) -> None:
+    """Raise RuntimeError naming the first leaf in host memory whose digests differ."""
+    for i in np.flatnonzero((first != found).any(1)):
+        if job.on_host[i]:
+            raise RuntimeError(changed(job.names[i]))
 
 
 def changed(path: str) -> str:
@@ -74,48 +93,44 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [0 if x.is_inference() else write_count(x) for x in tensors]
 
 
-def _look(seen: Seen) -> list[int]:
-    """A number for each leaf. Of large tensors several threads look at parts; digests leave the others running."""
-    large: list[tuple[int, np.ndarray]] = []
-    found = versions(seen.tensors)
-    for i, (x, boxes) in enumerate(zip(seen.tensors, seen.boxes, strict=True)):
-        if not x.is_cpu:
-            continue
-        if x.untyped_storage().nbytes() != x.nbytes:
-            found[i] = 0
-        if x.nbytes > _PART_BYTES:
-            large += [(i, part) for part in _parts(x, boxes)]
-            continue
-        for part in _parts(x, boxes):
-            found[i] = hash((found[i], _digest(part)))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(4, cores)) as pool:
-        for (i, _), one in zip(large, pool.map(_digest, (part for _, part in large)), strict=True):
-            found[i] = hash((found[i], one))
+def samples(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A digest of a line of every 64 KiB of each tensor, and of its end; 0 for a smaller one, and on devices.
+
+    Whatever is writing to a tensor shows in two samples when it has come 64 KiB further in between.
+    """
+    large = [i for i, x in enumerate(tensors) if x.nbytes > _STEP_BYTES and x.is_cpu]
+    found = [0] * len(tensors)
+    for i in large:
+        for part in _sample(tensors[i]):
+            found[i] = hash((found[i], digest(np.ascontiguousarray(part.numpy()))))
     return found
 
 
-def _parts(x: torch.Tensor, boxes: list[Box] | None) -> Iterator[np.ndarray]:
-    """The elements in parts, of any strides, in an order that is the same each time: that of memory."""
-    local = bits(x.resolve_conj().resolve_neg())
-    if boxes is not None:
-        local = local.contiguous()
-    for x in [local] if boxes is None else [box.view(local) for box in boxes]:
-        if not x.is_contiguous():
-            x = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d) if x.shape[d] > 1 else 0))
-        if x.nbytes <= _PART_BYTES:
-            yield x.numpy()
-            continue
-        if x.is_contiguous():
-            x = x.reshape(-1)
-        yield from (part.numpy() for part in x.split(max(1, _PART_BYTES // x[0].nbytes)))
+def _sample(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of the elements that `samples` takes."""
+    x = bits(x.resolve_conj().resolve_neg())
+    x = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d)))
+    if x.is_contiguous():
+        x = x.reshape(-1)
+    at, row, line = x.ndim - 1, x.element_size(), max(1, _LINE_BYTES // x.element_size())
+    while at and row * x.shape[at] < _STEP_BYTES:
+        row, at = row * x.shape[at], at - 1
+    if at == x.ndim - 1:
+        yield x.unfold(at, line, _STEP_BYTES // row)
+        yield x[..., -line:]
+    else:
+        for part in (x[(*[slice(None)] * at, slice(None, None, max(1, _STEP_BYTES // row)))], x.narrow(at, -1, 1)):
+            yield part[(..., *[0] * (x.ndim - at - 2), slice(line))]
 
 
-def _digest(part: np.ndarray) -> int:
-    """Of its elements: as they are in memory, or of copies of a few rows."""
-    if part.flags.c_contiguous:
-        return digest(part)
-    found, rows = xxhash.xxh3_64(), max(1, _LOOK_BYTES // part[0].nbytes)
-    for i in range(0, len(part), rows):
-        found.update(np.ascontiguousarray(part[i : i + rows]).data)
-    return found.intdigest()
+def _look(jobs: Iterable[Job]) -> list[np.ndarray]:
+    """The digests of each file, of what is in host memory now. Several threads: digests leave the others running."""
+
+    def one(job: Job) -> np.ndarray:
+        for _ in job.blocks("look"):
+            pass
+        return job.marks.copy()
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(4, cores)) as pool:
+        return list(pool.map(one, jobs))
