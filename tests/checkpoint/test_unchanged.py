@@ -1,5 +1,6 @@
 """A state that another thread writes to while it is saved: refused by name, nothing left, an older one still there."""
 
+import os
 import threading
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint.background import async_save
 from fmegatron.checkpoint.local import saving as local_saving
-from fmegatron.checkpoint.writing import draft, saving
+from fmegatron.checkpoint.files.format import raw
+from fmegatron.checkpoint.writing import draft, saving, unchanged, write
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run
 from tests.checkpoint.local.nodes import Cluster, state
@@ -90,17 +92,100 @@ def test_what_is_no_plain_tensor_is_looked_at_too(tmp_path, monkeypatch, make):
     assert not (tmp_path / "step").exists()
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "transposed", "small"])
-def test_a_swap_and_back_is_a_change(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("by", ["torch", "numpy"])
+@pytest.mark.parametrize("kind", [*KINDS, "packed", "piece"])
+def test_a_swap_and_back_is_a_change(tmp_path, monkeypatch, kind, by):
     """As for an evaluation with averaged weights: what was written in between is of neither."""
-    x = KINDS[kind]()
-    around(monkeypatch, saving, "write_part", "before", lambda: x.add_(1))
-    around(monkeypatch, saving, "write_part", "behind", lambda: x.sub_(1))
+    state, layouts = {"x": KINDS.get(kind, KINDS["small"])()}, None
+    if kind == "packed":
+        state |= {str(i): torch.zeros(3) for i in range(300)}
+    if kind == "piece":
+        state, layouts = {"x": torch.zeros(1 << 20)}, {"x": Layout((2, 1 << 19), torch.float32, Mesh(a=1), flat=("a",))}
+    x = state["x"]
+    add = x.add_ if by == "torch" else lambda n: np.add(raw(x), n, out=raw(x))
+    around(monkeypatch, saving, "write_part", "before", lambda: add(1))
+    around(monkeypatch, saving, "write_part", "behind", lambda: add(-1))
     with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
-        checkpoint.save(tmp_path / "step", {"x": x})
+        checkpoint.save(tmp_path / "step", state, layouts)
+    assert not (tmp_path / "step").exists()
 
 
-def test_a_thread_that_never_stops(tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_that_are_others_while_they_are_written(tmp_path, monkeypatch, kind):
+    """By numpy between the digest of a band and its write, and back behind it: what lies on the disk has the digest."""
+    x, swaps = KINDS[kind](), []
+    wanted = x.clone()
+
+    def swap(n):
+        np.add(raw(x), n, out=raw(x))
+        swaps.append(n)
+
+    around(monkeypatch, write, "digest", "behind", lambda: swap(1))
+    around(monkeypatch, saving, "look", "behind", lambda: swap(-sum(swaps)))  # it takes digests, too
+    write_to = os.write
+
+    def write_and_back(fd, data):
+        done = write_to(fd, data)
+        swap(-sum(swaps))
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_and_back)
+        around(patch, saving, "write_part", "behind", lambda: swap(-sum(swaps)))
+        try:
+            checkpoint.save(tmp_path / "step", {"x": x})
+        except RuntimeError as error:
+            assert "x: got a leaf that changed" in str(error)
+    assert len(swaps) > 3
+    if (tmp_path / "step").exists():
+        assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": wanted.contiguous()})
+
+
+def test_what_comes_behind_the_copy_is_not_in_the_checkpoint(tmp_path, monkeypatch):
+    """One element of a large leaf, by numpy, when one rank has written and the other has not begun: the save is of the
+    moment at which both had looked."""
+    mesh = Mesh(dp=2)
+    layouts = {"x": Layout((4096, 1024), torch.float32, mesh, ("dp",))}
+    wanted = {"x": torch.randn(4096, 1024)}
+    local = cut_tree(wanted, layouts)
+    local[0]["x"] = local[0]["x"].clone()
+    has_written, real = threading.Event(), saving.write_part
+
+    def in_turns(storage, plans, tensors, rank, **options):
+        assert rank == 0 or has_written.wait(60)
+        part = real(storage, plans, tensors, rank, **options)
+        if rank == 0:
+            local[0]["x"].numpy()[7, 77] += 1
+            has_written.set()
+        return part
+
+    monkeypatch.setattr(saving, "write_part", in_turns)
+    assert run(2, lambda w: checkpoint.save(tmp_path / "step", local[w.rank], layouts, w)) == [None] * 2
+    assert_same_bits(checkpoint.restore(tmp_path / "step"), wanted)
+
+
+def test_ranks_save_one_moment(tmp_path, monkeypatch):
+    """A change when one rank has looked, and written, before another has: that one waits, and the save is refused."""
+    layouts = {"x": Layout((64, 64), torch.float32, Mesh(dp=2), ("dp",))}
+    local = cut_tree({"x": torch.zeros(64, 64)}, layouts)
+    has_looked, real = threading.Event(), saving.look
+
+    def in_turns(files, names, tensors):
+        if tensors[0] is local[1]["x"]:
+            assert has_looked.wait(60)
+            for part in local:
+                part["x"].data.add_(1)
+        seen = real(files, names, tensors)
+        has_looked.set()
+        return seen
+
+    monkeypatch.setattr(saving, "look", in_turns)
+    for error in run(2, lambda w: checkpoint.save(tmp_path / "step", local[w.rank], layouts, w)):
+        assert isinstance(error, RuntimeError) and "x: got a leaf that changed" in str(error)
+
+
+@pytest.mark.parametrize("by", ["torch", "numpy"])
+def test_a_thread_that_never_stops(tmp_path, by):
     """Acknowledged is readable. (A kernel that the scheduler holds from before the first look until behind the second
     leaves memory that does not change: of that nobody can tell that it is half written.)"""
     x, stop = torch.zeros(1 << 20), threading.Event()
@@ -108,6 +193,9 @@ def test_a_thread_that_never_stops(tmp_path):
     def count():
         while not stop.is_set():
             x.add_(1)
+            if by == "numpy":  # and back
+                np.negative(raw(x), out=raw(x))
+                np.negative(raw(x), out=raw(x))
 
     thread = threading.Thread(target=count)
     thread.start()
@@ -145,6 +233,29 @@ def test_a_save_that_another_library_plans(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="x: got a leaf that changed"):
         begun.orders[0].write(tmp_path / "step", {"x": [x]}, begun)
     begun.end()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "transposed", "bf16"])
+def test_signs_of_a_write_that_is_under_way(kind):
+    """torch counts it when it ends; until then it is where it was not before: 64 KiB further on, or at the end."""
+    x = KINDS[kind]()
+    memory = raw(x) if x.stride(0) > x.stride(1) else raw(x).T
+    before, rows = unchanged.signs([x]), -(-(64 << 10) // memory[0].nbytes)
+    assert unchanged.compared(before, unchanged.signs([x])) == (set(), set())
+    for some in (slice(100, 100 + rows), slice(-1, None), slice(0, rows)):
+        memory[some] += 1
+        assert unchanged.compared(before, unchanged.signs([x])) == ({0}, set())
+        memory[some] -= 1
+
+
+def test_a_write_that_is_under_way_before_and_behind_an_asynchronous_save(tmp_path, monkeypatch):
+    x = KINDS["contiguous"]()
+    half = raw(x)[512:]
+    around(monkeypatch, async_save, "stage", "behind", lambda: np.add(half, 1, out=half))
+    handle = checkpoint.save_async(tmp_path / "step", {"x": x})
+    with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
+        handle.result()
+    assert not (tmp_path / "step").exists()
 
 
 @pytest.mark.long

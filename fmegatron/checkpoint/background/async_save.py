@@ -32,7 +32,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names
-from fmegatron.checkpoint.writing.unchanged import versions
+from fmegatron.checkpoint.writing.unchanged import signs
 from fmegatron.collectives import interrupt
 from fmegatron.layout import Layout
 from fmegatron.tree import structure
@@ -56,8 +56,9 @@ def save_async(
     that is what drives a save of several ranks to its end. Leaving Python without `result()` abandons the save.
 
     What another thread writes before this returns is an error, of `poll` and `result`, that names the leaf, as far as
-    torch counts writes: those through numpy or `.data` it does not, and such a leaf may be saved half (to look at all
-    memory again would take as long as to copy it; `save` does look).
+    torch counts it, or a sample of the memory shows it (64 bytes of every 64 KiB of larger leaves, before and behind):
+    a kernel that is under way all the time does. A few elements that are written through numpy or `.data` do not (to
+    look at all memory again would take as long as to copy it; `save` does look).
 
     Raises ValueError and RuntimeError on all ranks as `save` does for a request that is wrong (then nothing is begun);
     what fails later is raised by `poll` and `result`.
@@ -317,7 +318,7 @@ class AsyncSaver:
             tail = _tail_bytes(known.data)
             if known.cut(rank, None)[0].nbytes + tail > self.arena_bytes:
                 limit = max(1, self.arena_bytes // 2 - tail)  # two portions: one is written while one is staged
-        cut, before = known.cut(rank, limit), versions(tensors)
+        cut, before = known.cut(rank, limit), signs(tensors)
         handle.bytes = sum(slot.nbytes for portion in cut for slot in portion.slots)
         description = json.dumps({**what, "limit": limit, "alone": handle.world.size == 1}).encode()
         for i, portion in enumerate(cut):

@@ -18,7 +18,7 @@ from fmegatron.checkpoint.files.format import ALIGN_BYTES
 from fmegatron.checkpoint.files.torch_private import copy_all
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_to_write, grid_array
-from fmegatron.checkpoint.writing.unchanged import changed, versions
+from fmegatron.checkpoint.writing.unchanged import Signs, changed, compared, signs
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box, boxes
 
@@ -169,25 +169,25 @@ def stage(
 
 
 def require_as_staged(
-    before: Sequence[int],
+    before: Signs,
     cut: Sequence[Portion],
     plans: Sequence[LeafPlan],
     tensors: Sequence[torch.Tensor],
     memory: torch.Tensor,
     at: int,
 ) -> None:
-    """Raise RuntimeError, naming the leaf, if the state changed after `before`, the `versions` of then.
+    """Raise RuntimeError, naming the leaf, if the state changed after `before`, the `signs` of then.
 
     cut: what was staged since, the last of it at `memory[at:]`, where it still can be compared.
     """
-    moved = {i for i, (then, now) in enumerate(zip(before, versions(tensors), strict=True)) if then != now}
-    for slot in cut[-1].slots if moved else ():
-        if slot.leaf in moved:  # by a write to it, or to another part of a tensor that it is a view of
+    moved, written = compared(before, signs(tensors))
+    for slot in cut[-1].slots if written else ():
+        if slot.leaf in written:  # or another part of a tensor that it is a view of
             again = torch.empty(slot.nbytes, dtype=torch.uint8)
             stage(Portion((replace(slot, offset=0),), slot.nbytes), plans, tensors, again, 0)
             if not torch.equal(again, memory[at + slot.offset : at + slot.offset + slot.nbytes]):
                 raise RuntimeError(changed(plans[slot.leaf].path))
-    if gone := moved & {slot.leaf for portion in cut[:-1] for slot in portion.slots}:
+    if gone := moved | (written & {slot.leaf for portion in cut[:-1] for slot in portion.slots}):
         raise RuntimeError(changed(plans[min(gone)].path))
 
 

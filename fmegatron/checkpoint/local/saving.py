@@ -21,7 +21,7 @@ from fmegatron.checkpoint.local.shard import Content, content_id, digest_rows, w
 from fmegatron.checkpoint.local.shelf import Shelf, remove
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan
-from fmegatron.checkpoint.writing.unchanged import versions
+from fmegatron.checkpoint.writing.unchanged import signs
 from fmegatron.checkpoint.writing.write import write_part
 
 
@@ -221,7 +221,7 @@ class Saving:
         if len({one for _, one, _ in rows}) > 1:
             raise ValueError("layouts: got different ones on the ranks, wanted the same tree; give it to save on all")
         peers = [member for member in group if member != rank]
-        buffers, before = dict[int, torch.Tensor](), versions(tensors)
+        buffers, before = dict[int, torch.Tensor](), signs(tensors)
 
         def begin():
             for member in group:

@@ -26,16 +26,27 @@ _STEP_BYTES = 64 << 10  # of these, a sample has
 _LINE_BYTES = 64  # a line of the processor's cache
 
 
+class Signs(NamedTuple):
+    """What shows at little cost that tensors are written to.
+
+    counts: how often torch has done so, to the memory of each (at the end of a write); tensors of inference mode do not
+    count: 0.  samples: a digest of a line of every 64 KiB of each, and of its end: a write that is under way shows in
+    two samples when it has come so far in between. 0 for smaller tensors, and on devices.
+    """
+
+    counts: list[int]
+    samples: list[int]
+
+
 class Seen(NamedTuple):
-    """What `look` saw of what a rank writes. first: of each file the digests (`Job.marks`).  names, tensors: the leaves.
-    counts, samples: of each, see `versions` and `samples`."""
+    """What `look` saw of what a rank writes. first: of each file the digests (`Job.marks`).  names, tensors, signs: of
+    the leaves."""
 
     files: Files
     first: list[np.ndarray]
     names: list[str]
     tensors: list[torch.Tensor]
-    counts: list[int]
-    samples: list[int]
+    signs: Signs
 
 
 def look(files: Files, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Seen:
@@ -50,20 +61,19 @@ def look(files: Files, names: Sequence[str], tensors: Sequence[torch.Tensor]) ->
     held = {name for job in files.jobs for name in job.names}
     mine = [(name, x) for name, x in zip(names, tensors, strict=True) if name in held]
     paths, some = [name for name, _ in mine], [x for _, x in mine]
-    return Seen(files, _look(files.jobs), paths, some, versions(some), samples(some))
+    before = signs(some)
+    return Seen(files, _look(files.jobs), paths, some, before)
 
 
 def require_unchanged(seen: Seen) -> None:
     """Raise RuntimeError naming a leaf that was written to behind `look`, as far as that can be seen without a third
     look: by torch's counts, in leaves of at most 64 KiB, and at every 64 KiB of the others."""
     beside = set()
-    now = zip(seen.names, seen.tensors, seen.counts, versions(seen.tensors), strict=True)
-    for (name, x, before, count), then, sample in zip(now, seen.samples, samples(seen.tensors), strict=True):
-        moved, is_all = before != count, x.untyped_storage().nbytes() == x.nbytes
-        if then != sample or (moved and (is_all or not x.is_cpu)):
-            raise RuntimeError(changed(name))
-        if moved:
-            beside.add(name)
+    moved, written = compared(seen.signs, signs(seen.tensors))
+    for i in sorted({*moved, *written}):
+        if i in moved or not _is_part(seen.tensors[i]):
+            raise RuntimeError(changed(seen.names[i]))
+        beside.add(seen.names[i])
     again = [
         (job, first)
         for job, first in zip(seen.files.jobs, seen.first, strict=True)
@@ -88,26 +98,32 @@ def changed(path: str) -> str:
     )
 
 
-def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often torch has written to the memory of each tensor; tensors of inference mode do not count: 0."""
-    return [0 if x.is_inference() else write_count(x) for x in tensors]
-
-
-def samples(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A digest of a line of every 64 KiB of each tensor, and of its end; 0 for a smaller one, and on devices.
-
-    Whatever is writing to a tensor shows in two samples when it has come 64 KiB further in between.
-    """
-    large = [i for i, x in enumerate(tensors) if x.nbytes > _STEP_BYTES and x.is_cpu]
-    found = [0] * len(tensors)
-    for i in large:
+def signs(tensors: Sequence[torch.Tensor]) -> Signs:
+    """Of the tensors, now."""
+    counts = [0 if x.is_inference() else write_count(x) for x in tensors]
+    samples = [0] * len(tensors)
+    for i in [i for i, x in enumerate(tensors) if x.nbytes > _STEP_BYTES and x.is_cpu]:
         for part in _sample(tensors[i]):
-            found[i] = hash((found[i], digest(np.ascontiguousarray(part.numpy()))))
-    return found
+            samples[i] = hash((samples[i], digest(np.ascontiguousarray(part.numpy()))))
+    return Signs(counts, samples)
+
+
+def compared(before: Signs, after: Signs) -> tuple[set[int], set[int]]:
+    """Numbers of the tensors whose elements have changed, and of those to whose memory torch has written, which may be
+    beside them, where a tensor is a part of another."""
+    moved, written = (
+        {i for i, (then, now) in enumerate(zip(*both, strict=True)) if then != now}
+        for both in ((before.samples, after.samples), (before.counts, after.counts))
+    )
+    return moved, written
+
+
+def _is_part(x: torch.Tensor) -> bool:
+    return x.is_cpu and x.untyped_storage().nbytes() != x.nbytes
 
 
 def _sample(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of the elements that `samples` takes."""
+    """Views of the elements that `Signs.samples` are of."""
     x = bits(x.resolve_conj().resolve_neg())
     x = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d)))
     if x.is_contiguous():

@@ -318,8 +318,8 @@ def _aligned(
     for i, (_, x, boxes) in enumerate(leaves):
         if how == "look" and not x.is_cpu:
             continue
-        nbytes = 0
-        for block in _elements(x, boxes, 0, x.numel()):
+        nbytes, whole = 0, boxes is None and _is_plain(x) and x.is_contiguous()
+        for block in [raw(x).reshape(-1).view(np.uint8)] if whole else _elements(x, boxes, 0, x.numel()):
             nbytes += block.nbytes
             if how == "copy":
                 block = block.copy()
