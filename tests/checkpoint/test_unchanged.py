@@ -9,8 +9,8 @@ import torch
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint.background import async_save
-from fmegatron.checkpoint.local import saving as local_saving
 from fmegatron.checkpoint.files.format import raw
+from fmegatron.checkpoint.local import saving as local_saving
 from fmegatron.checkpoint.writing import draft, saving, unchanged, write
 from fmegatron.layout import Layout, Mesh, Split
 from tests.checkpoint.fake_world import assert_same_bits, cut_tree, run

@@ -85,7 +85,7 @@ def require_unchanged(seen: Seen) -> None:
 
 def require_same(job: Job, first: np.ndarray, found: np.ndarray) -> None:
     """Raise RuntimeError naming the first leaf in host memory whose digests differ."""
-    for i in np.flatnonzero((first != found).any(1)):
+    for i in np.flatnonzero((first != found).any(1)).tolist():
         if job.on_host[i]:
             raise RuntimeError(changed(job.names[i]))
 
