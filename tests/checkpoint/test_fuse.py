@@ -1,0 +1,62 @@
+"""On a real FUSE mount whose renames are copies: savers and the process behind the mount are killed, nothing is lost."""
+
+import os
+
+import pytest
+import torch
+
+from fmegatron import checkpoint
+from fmegatron.checkpoint.files.stores import open_store
+from tests.checkpoint import fuse
+from tests.checkpoint.fake_world import assert_same_bits, small_sizes
+from tests.checkpoint.test_crash import PHASES, campaign
+from tests.sampling import seeds
+
+pytestmark = pytest.mark.slow
+STATES = {v: {"w": torch.full((64, 96), float(v)), "n": torch.tensor(v)} for v in (1, 2)}
+
+
+def require_fuse(folder):
+    if why := fuse.why_not(folder):
+        pytest.skip(f"no FUSE file system can be mounted here: {why}")
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    require_fuse(tmp_path)
+    with fuse.Mounted(tmp_path / "backing", tmp_path / "mount") as found:
+        yield found
+
+
+def save(at, version):
+    with small_sizes(chunk=4096, band=1024):
+        checkpoint.save(f"{at}/step", STATES[version])
+
+
+def test_each_file_is_synced_before_the_pointer_and_names_before_and_behind_it(mounted):
+    for version in (1, 2):
+        count = len(mounted.synced())
+        save(mounted.at, version)
+        token = open_store(f"{mounted.at}/step").pointer()["root"]
+        at, synced = f"{mounted.backing}/step/{token}", mounted.synced()[count:]
+        wanted = {os.path.relpath(os.path.join(d, n), mounted.backing) for d, _, names in os.walk(at) for n in names}
+        folders = {os.path.relpath(d, mounted.backing) for d, _, _ in os.walk(at)}
+        pointer = synced.index(f"step/.COMPLETE-{token}")
+        assert len(wanted) > 5 and wanted | folders <= {*synced[:pointer]}
+        assert synced[pointer + 1 :].count("step") >= 2  # what is beside it before it takes the name, and the name
+    assert_same_bits(checkpoint.restore(f"{mounted.at}/step"), STATES[2])
+
+
+def test_killed_savers(mounted, python):
+    (seed,) = seeds("killed savers on FUSE", 0, 1)
+    results = campaign(python, mounted.at, 32, seed)
+    assert len({got["where"] for got in results} & {*PHASES}) >= 4
+
+
+def test_the_file_system_dies(tmp_path, python):
+    """Half of the deaths are among the last requests: pointer, names, removal of the older one."""
+    require_fuse(tmp_path)
+    (seed,) = seeds("the file system dies", 0, 1)
+    found = campaign(python, tmp_path, 30, seed, "fuse_campaign")
+    assert all(got["died"] for got in found) and {got["version"] for got in found} == {1, 2}
+    assert any(got["acknowledged"] for got in found)
