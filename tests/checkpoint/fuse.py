@@ -321,8 +321,8 @@ def attributes(s: os.stat_result, node: int) -> bytes:
     """struct fuse_attr."""
     times = [(ns // 10**9, ns % 10**9) for ns in (s.st_atime_ns or 0, s.st_mtime_ns or 0, s.st_ctime_ns or 0)]
     return struct.pack(
-        "<QQQQQQIIIIIIIIII", node, s.st_size, s.st_blocks or 0, *(t[0] for t in times), *(t[1] for t in times), s.st_mode,
-        s.st_nlink, s.st_uid, s.st_gid, s.st_rdev or 0, 4096, 0,
+        "<QQQQQQIIIIIIIIII", node, s.st_size, s.st_blocks or 0, *(t[0] for t in times), *(t[1] for t in times),
+        s.st_mode, s.st_nlink, s.st_uid, s.st_gid, s.st_rdev or 0, 4096, 0,
     )  # fmt: skip
 
 
