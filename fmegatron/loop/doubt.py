@@ -9,7 +9,6 @@ first save sets aside what is in doubt, and removes the file.
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from typing import Any
 
@@ -32,8 +31,8 @@ def note(run: Any, first: int, why: str) -> None:
 def before(run: Any) -> tuple[bool, int | None]:
     """(whether there is a verdict, the step to go on from where the newest one is in doubt, else None). All ranks call.
 
-    Local replicas, which may be newer, are removed then. RuntimeError on all ranks where no good checkpoint is left,
-    and where the file cannot be read.
+    Local replicas, which may be newer, are removed then. RuntimeError on all ranks where that fails, where no good
+    checkpoint is left, and where the file cannot be read.
     """
     text = ""
     if run.world.rank == 0:
@@ -57,8 +56,7 @@ def before(run: Any) -> tuple[bool, int | None]:
             f"before; begin another run, or, to go on from the newest all the same, remove {run.folder / NAME}"
         )
     if run.local is not None:
-        shutil.rmtree(run.local.shelf.path, ignore_errors=True)
-        run.world.barrier()
+        run.local.clear()
     if run.world.rank == 0:
         text = f"{run.folder}: goes on from step {good}, as updates from {first} on are in doubt: {why}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

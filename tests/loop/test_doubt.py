@@ -1,5 +1,8 @@
 """Verdicts that come later than a save: what was saved since is not resumed, and is set aside."""
 
+import errno
+import os
+
 import pytest
 import torch
 
@@ -103,10 +106,18 @@ def test_a_rerun_and_a_roll_back_that_is_interrupted(tmp_path):
     assert again.start == 4
 
 
-def test_local_replicas_of_updates_in_doubt(tmp_path):
+def test_local_replicas_of_updates_in_doubt(tmp_path, monkeypatch):
     local = {"local": Local(str(tmp_path / "local"), every=1, copies=1, durable=False)}
     with pytest.raises(BadLossError, match="step 6"):
         list(run_of(tmp_path / "run", bad=[6], **local)(positions, steps=20))
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch:  # else a later start would go on from them
+        patch.setattr(os, "rmdir", refused)
+        with pytest.raises(RuntimeError, match="removing the local replicas .*failed: PermissionError: .*denied"):
+            next(run_of(tmp_path / "run", **local)(positions, steps=20))
     again = run_of(tmp_path / "run", **local)
     with pytest.warns(RuntimeWarning, match="goes on from step 4"):
         next(again(positions, steps=20))

@@ -15,6 +15,7 @@ import torch
 
 from fmegatron.checkpoint.calls.arguments import are_saved, check_path, check_step, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.files import trees
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.manifest import to_json_text
 from fmegatron.checkpoint.local.cliques import check_groups, cliques
@@ -185,6 +186,11 @@ class LocalReplicas:
     def steps(self) -> list[int]:
         """The steps of which this node holds something, in rising order; whether that is good, reading will show."""
         return sorted({step for step, _, _ in self.shelf.keys()})
+
+    def clear(self) -> None:
+        """Remove all that the nodes keep of the run; all ranks call it. RuntimeError on all where that fails on one."""
+        shelf = self.shelf
+        together(self._ranks, f"removing the local replicas {shelf.path}", lambda: trees.remove(shelf.path))
 
     def restore_latest(
         self,
