@@ -1,6 +1,7 @@
 """Low-rank adapters of the model of a run, written from docs/adapters.md and notebooks/own_experiment.md."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fmegatron import data, loop, model, optim, step, tree
 from fmegatron.layout import Mesh
@@ -32,7 +33,7 @@ def describe(config):
 
 
 def read(config):
-    tokens = model.opened(config.beginning).tokenizer.encode(open(config.text).read())
+    tokens = model.opened(config.beginning).tokenizer.encode(Path(config.text).read_text())
     return data.Batches(tokens, config.batch_size, config.seq_len, config.run.seed)
 
 

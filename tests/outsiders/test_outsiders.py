@@ -23,7 +23,7 @@ NAMES = {
     "experiments/two_towers.py": 15, "experiments/preferences.py": 17, "experiments/shakespeare.py": 18,
 }  # fmt: skip
 PROGRAMS = ("own_data", "wrapped", "own_step", "lora")
-MESHES = {"own_data": Mesh(fsdp=2), "wrapped": Mesh(dp=2, tp=2), "own_step": Mesh(fsdp=2), "lora": Mesh(fsdp=2, tp=2)}
+MESHES = {"own_data": Mesh(fsdp=2), "wrapped": Mesh(dp=2), "own_step": Mesh(fsdp=2), "lora": Mesh(fsdp=2)}
 TINY = {"dim": 8, "batch_size": 4}
 
 
@@ -69,6 +69,7 @@ def config_of(name, tmp_path, mesh=None, **changes):
             how = {"eval_windows": 4, "prompts": (), "backend": "eager", "run": str(beginning)}
             shakespeare.experiment(made(shakespeare.Config, **small, **how))
         sizes["beginning"] = str(beginning)
+    sizes |= {"layers": 1, "seq_len": 8} if name == "wrapped" else {}
     sizes |= {"text": str(shakespeare.TEXT)} if name in ("lora", "wrapped") else {}
     return program, program.Config(mesh=mesh or Mesh(), **sizes, **changes)
 

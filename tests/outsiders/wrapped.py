@@ -1,6 +1,7 @@
 """As a user of Megatron would: the standard step, wrapped to log more, as what `training_log` shows."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -14,12 +15,14 @@ class Config:
     run: loop.Options = loop.Options("runs/wrapped", steps=10)
     text: str = "data/tinyshakespeare.txt"
     dim: int = 32
+    layers: int = 2
     batch_size: int = 8
     seq_len: int = 32
 
 
 def describe(config):
-    of = model.llama(256, dim=config.dim, layers=2, heads=2, kv_heads=2, ffn_dim=64, max_seq=config.seq_len)
+    sizes = {"dim": config.dim, "layers": config.layers, "heads": 2, "kv_heads": 2, "ffn_dim": 2 * config.dim}
+    of = model.llama(256, **sizes, max_seq=config.seq_len)
     described = model.build(of, optim.adamw(1e-3), config.mesh, (config.batch_size, config.seq_len), strategy="zero1")
 
     def train_step(state, batch):
@@ -31,7 +34,7 @@ def describe(config):
 
 
 def read(config):
-    tokens = data.ByteTokenizer().encode(open(config.text).read())
+    tokens = data.ByteTokenizer().encode(Path(config.text).read_text())
     return data.Batches(tokens, config.batch_size, config.seq_len, config.run.seed)
 
 
