@@ -99,7 +99,7 @@ class RankCount(_OfRanks, int):
 
 
 class RankShare(_OfRanks, float):
-    """A number that is not whole."""
+    """A quotient of them, or any other float."""
 
     def __new__(cls, number: float, over: tuple[tuple[str | SizeOf, Fraction], ...] = ()) -> RankShare:
         made = super().__new__(cls, number)
