@@ -91,7 +91,7 @@ class Mesh:
         """Size of an axis, 1 for a standard one that the mesh lacks. Raises ValueError for an unknown one.
 
         It knows that it is the number of ranks along the axis, as do products and quotients of it (`rank_counts`), so
-        that a check of a step tells a division by it from one by another number.
+        that a check of a step knows a division by it.
         """
         try:
             return self._count_of[axis]

@@ -28,7 +28,7 @@ class SizeOf(NamedTuple):
     dim: int
 
     def ask(self) -> None:
-        """Note that Python was told it as a plain number."""
+        """Note that Python was given it as a plain number."""
         self.node.meta.setdefault("asked", set()).add(self.dim)
 
 
