@@ -11,7 +11,7 @@ from fmegatron.testing import parity
 F64 = torch.float64
 
 
-def judged(times, mesh, factor=1.0, share=True, behind=True):
+def judged(times, mesh, factor=1, share=True, behind=True, in_place=False):
     """(report, whether it equals one rank) of a product over a split dim that so many turns make whole."""
     layouts = {"w": Layout((12, 5), F64, mesh, ("tp", None))}, {"x": Layout((4, 12), F64, mesh, (None, "tp"))}
 
@@ -19,9 +19,14 @@ def judged(times, mesh, factor=1.0, share=True, behind=True):
         axis = Axes(m)["tp"]
 
         def loss(p, b):
-            own = total = b["x"] @ p["w"]
+            own = came = total = b["x"] @ p["w"]
+            own = own if factor == 1 else own * factor
             for _ in range(times(axis.size)):
-                total = ppermute(total, axis, 1) + own * factor if behind else ppermute(total, axis, 1) + total
+                if in_place:  # what was sent is a copy
+                    came = ppermute(came, axis, 1)
+                    total += came
+                else:
+                    total = ppermute(total, axis, 1) + (own if behind else total)
             return total.square().sum() / (axis.size if share else 1), {}
 
         return lambda s, b: ({"w": s["w"] - 0.1 * step.value_and_grad(loss)(s, b)[1]["w"]}, {})
@@ -31,8 +36,9 @@ def judged(times, mesh, factor=1.0, share=True, behind=True):
     return step.check(make(mesh), *layouts), parity(make, mesh, *given, layouts=layouts).ok
 
 
-def test_all_turns_are_a_sum():
-    report, same = judged(lambda n: n - 1, Mesh(tp=2))
+@pytest.mark.parametrize("in_place", [False, True])
+def test_all_turns_are_a_sum(in_place):
+    report, same = judged(lambda n: n - 1, Mesh(tp=2), in_place=in_place)
     assert same and report.ok, str(report)
 
 
@@ -44,7 +50,7 @@ def test_of_three_each_adds_in_another_order():
 
 WRONG = {
     "one too few": (Mesh(tp=3), lambda n: n - 2, {}), "one too many": (Mesh(tp=2), lambda n: n, {}),
-    "another factor": (Mesh(tp=2), lambda n: n - 1, {"factor": 2.0}),
+    "another factor": (Mesh(tp=2), lambda n: n - 1, {"factor": 2}),
     "no share of the loss": (Mesh(tp=2), lambda n: n - 1, {"share": False}),
     "twice": (Mesh(tp=2), lambda n: 2 * (n - 1), {"behind": False}),
 }  # fmt: skip
@@ -57,20 +63,3 @@ def test_others_are_none(name):
     mesh, times, how = WRONG[name]
     report, same = judged(times, mesh, **how)
     assert not same and not report.ok, str(report)
-
-
-def test_what_is_written_behind_a_ppermute_is_no_part_of_what_was_sent():
-    """On simulated ranks each has a copy of its own."""
-
-    def make(m):
-        def run(s, b):
-            x = s["w"] * 1
-            came = ppermute(x, Axes(m)["tp"], 1)
-            x += 1
-            return {"w": x + came}, {}
-
-        return run
-
-    mesh = Mesh(tp=2)
-    layouts = {"w": Layout((4,), F64, mesh)}, {}
-    assert parity(make, mesh, {"w": torch.arange(4.0, dtype=F64)}, {}, layouts=layouts).ok
