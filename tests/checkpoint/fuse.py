@@ -19,6 +19,8 @@ import struct
 import subprocess
 import sys
 
+import pytest
+
 HEADER, BUFFER = struct.Struct("<IIQQIIIHH"), 1 << 20
 _MOST_WRITE, _PIECE = 128 << 10, 16
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -56,6 +58,12 @@ def why_not(folder) -> str | None:
         os.close(fd)
         os.rmdir(at)
     return None
+
+
+def require(folder) -> None:
+    """Leave the test out, with the reason, where this machine mounts none."""
+    if why := why_not(folder):
+        pytest.skip(f"no FUSE file system can be mounted here: {why}")
 
 
 class Mounted:

@@ -16,14 +16,9 @@ pytestmark = pytest.mark.slow
 STATES = {v: {"w": torch.full((64, 96), float(v)), "n": torch.tensor(v)} for v in (1, 2)}
 
 
-def require_fuse(folder):
-    if why := fuse.why_not(folder):
-        pytest.skip(f"no FUSE file system can be mounted here: {why}")
-
-
 @pytest.fixture
 def mounted(tmp_path):
-    require_fuse(tmp_path)
+    fuse.require(tmp_path)
     with fuse.Mounted(tmp_path / "backing", tmp_path / "mount") as found:
         yield found
 
@@ -55,7 +50,7 @@ def test_killed_savers(mounted, python):
 
 def test_the_file_system_dies(tmp_path, python):
     """Half of the deaths are among the last requests: pointer, names, removal of the older one."""
-    require_fuse(tmp_path)
+    fuse.require(tmp_path)
     (seed,) = seeds("the file system dies", 0, 1)
     found = campaign(python, tmp_path, 30, seed, "fuse_campaign")
     assert sum(got["died"] for got in found) >= 20 and {got["version"] for got in found} == {1, 2}

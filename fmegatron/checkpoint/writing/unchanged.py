@@ -11,16 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fmegatron.checkpoint.files.format import bits, digest
 from fmegatron.checkpoint.files.torch_private import write_count
-
-if TYPE_CHECKING:
-    from fmegatron.checkpoint.writing.write import Files, Job
+from fmegatron.checkpoint.writing.job import Files, Job
 
 _STEP_BYTES = 64 << 10  # of these, a sample has
 _LINE_BYTES = 64  # a line of the processor's cache
