@@ -41,7 +41,7 @@ class Config:
     pipeline: step.Pipelining = step.Pipelining()  # of stages over an axis pp of the mesh
     lr: float = field(1e-5, resume="named", above=0)
     precision: Literal["fp32", "bf16"] = field("fp32", resume="named")  # bf16: fp32 weights, bf16 products
-    memory: Literal["device", "host", "host-update"] = field("device", resume="free")  # of moments and masters
+    memory: Literal["device", "host", "host-update", "host-all"] = field("device", resume="free")  # of the state
     sequence_parallel: bool = field(True, resume="named")  # over tp
     dropout: bool = field(False, resume="named")  # whether the rates in config.json count (GPT-2's are 0.1)
 
@@ -50,7 +50,9 @@ def describe(config: Config):
     """The step, the specs of its state, the layouts of its batch."""
     optimizer = optim.adamw(optim.cosine(config.lr, config.run.steps, config.run.steps // 10))
     shape = (config.batch_size, config.seq_len)
-    how = {"strategy": STRATEGY, "samples": True, "memory": config.memory}
+    everything = [("params", "host"), (".*", "host")]
+    memory = everything if config.memory == "host-all" else config.memory
+    how = {"strategy": STRATEGY, "samples": True, "memory": memory}
     how["microbatches"] = config.pipeline.of(config.microbatches)
     return model.build(decoder(config), optimizer, config.mesh, shape, **how)
 

@@ -48,8 +48,8 @@ def build(
         twice: one more forward pass of each microbatch, for counts that depend on the parameters: the balance of
             experts over the whole batch, with several microbatches.
         save: what a block keeps for its backward (`model.logits`).
-        memory: where the optimizer's state is at rest, "device", "host" or "host-update", or by its paths: see
-            `step.state_specs`.
+        memory: where the optimizer's state is at rest, "device", "host" or "host-update", or by paths, of parameters
+            too: see `step.state_specs`.
 
     Raises ValueError, naming what does not fit the mesh. Warns of what depends on the number of microbatches.
     """

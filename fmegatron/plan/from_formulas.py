@@ -142,8 +142,10 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
     flops, model_flops = _flops(setting)
     whole = sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in tree.leaves(setting.state))
     params = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params))
+    there = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params) if layout.on_host)
     updated_there = _bytes_in(("host-update",), setting, rank)
-    travels = on_host - updated_there + (params if updated_there else 0)
+    # Parameters that are there are read in each forward and backward.
+    travels = on_host - updated_there + (params - there if updated_there else 0) + 2 * setting.microbatches * there
     # State read and written, gradients read for the norm and for the update.
     moved = 2 * (state + on_host) + 2 * params
     return Quick(
@@ -175,6 +177,17 @@ def _nbytes(layout: Layout, rank: int, dtype: torch.dtype | None = None) -> int:
     return math.prod(layout.local_shape(rank)) * (dtype or layout.dtype).itemsize
 
 
+def _copied(setting: Setting, rank: int) -> int:
+    """Bytes on the device of parameters in host memory: the bucket that is used, and the next."""
+    stacks, groups = setting.decoder.stacks if setting.decoder else {}, dict[str, int]()
+    for path, layout in zip(tree.paths(setting.params), tree.leaves(setting.params), strict=True):
+        name = path.partition("/")[0]
+        if layout.on_host:
+            layers = layout.shape[0] if name in stacks else 1
+            groups[name] = groups.get(name, 0) + _nbytes(layout, rank) // max(1, layers)
+    return 2 * max(groups.values(), default=0)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ...]]:
     """(name of a moment -> bytes above the state and the batch there, what no formula counts)."""
@@ -194,6 +207,7 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
     stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0), int(sum(in_blocks) * (1 + _terms(setting))))
     found, travelling, unknown = _of_microbatch(setting, sum(in_blocks))
+    found = {name: size + _copied(setting, rank) for name, size in found.items()}
     found["gradients stacked"] = stacked
     if setting.overlap is not None:
         limit = None if setting.overlap.peak is None else int(setting.overlap.peak * max(found.values()))

@@ -116,6 +116,10 @@ class Copies(Protocol):
         """Begin to copy arrays of the host -> memory of the device that has them once `arrived` has returned."""
         ...
 
+    def bring(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy arrays of the host into memory of the device, (into, array) of each: `arrived` ends it."""
+        ...
+
     def arrived(self) -> None:
         """What the device computes from now on comes after all fetches so far."""
         ...
@@ -145,6 +149,8 @@ class InOrder:
         for into, x in pairs:
             into.copy_(x)
 
+    bring = store
+
     def arrived(self) -> None:
         """Nothing to wait for, as in `left` and `landed`."""
 
@@ -172,8 +178,12 @@ class OnStreams:
         back, so that the allocator need not ask whether a copy is done."""
         where: dict[str, Any] = {"pin_memory": True} if self.host_computes else {"device": self.device}
         found = [torch.empty(x.shape, dtype=x.dtype, **where) for x in sources]
-        self._copy(self.coming, zip(found, sources, strict=True))
+        self.bring(list(zip(found, sources, strict=True)))
         return found
+
+    def bring(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """See `Copies`."""
+        self._copy(self.coming, pairs)
 
     def arrived(self) -> None:
         """See `Copies`. Where the host computes next, it waits."""

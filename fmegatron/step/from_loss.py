@@ -9,6 +9,7 @@ from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, psum
 from fmegatron.layout import DataParallel
 from fmegatron.step.description import Description
+from fmegatron.step.offload import brought
 from fmegatron.step.parts import means, parts_of
 from fmegatron.step.pipeline.options import Pipeline, Pipelining, by_stages
 from fmegatron.step.pipeline.pipeline import evaluated
@@ -55,13 +56,14 @@ def build(
         reshard_after_forward: of weights that arrive whole, as of `nn.gather_tree`: False keeps what is gathered in the
             forward until the backward has read it, which saves gathers and costs memory.
         samples: its `with_sample_ids`.
-        memory: of the optimizer's state, see `state_specs`.
-        evaluate: (state, batch) -> metrics of held-out rows, given shards; None: the loss of the parameters, of no
-            samples; where it has several parts, the mean of each by its name.
+        memory: of the optimizer's state, and of parameters, see `state_specs`.
+        evaluate: (state, batch) -> metrics of held-out rows, given shards on the device; None: the loss of the
+            parameters, of no samples; where it has several parts, the mean of each by its name.
 
     Raises what `build_train_step`, `state_specs` and `DataParallel.batch_layout` raise.
     """
-    layouts, strategy = tree.layouts(specs), spec.strategy_of(specs)
+    strategy, computed = spec.strategy_of(specs), tree.map(lambda of: of.replace(memory="device"), specs)
+    layouts = tree.layouts(computed)
     mesh, by = tree.leaves(layouts)[0].mesh, strategy or DataParallel()
     axes = Axes(mesh, data=by.tokens)
     count, pipeline = by_stages(microbatches, mesh)
@@ -77,7 +79,7 @@ def build(
             "build: reshard_after_forward: got False with shards=True, wanted it where loss_fn gathers; say so there: "
             "nn.gather_tree(params, reshard_after_forward=False), or that of step.layers and model.loss"
         )
-    loss_fn = loss_fn if shards else of_whole(loss_fn, specs, axes, precision, reshard_after_forward)
+    loss_fn = loss_fn if shards else of_whole(loss_fn, computed, axes, precision, reshard_after_forward)
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, with_sample_ids=samples, **how)
 
     by_forwards = None if pipeline is None else evaluated(loss_fn, pipeline, axes)
@@ -95,5 +97,10 @@ def build(
         whole = metrics["loss"] if "loss" in metrics else psum(loss.detach(), axes[axes.data])
         return {"loss": whole, **({"loss/count": metrics["tokens"]} if "tokens" in metrics else {})}
 
+    of_held_out = evaluate or held_out
+
+    def on_device(state: Any, rows: Any) -> dict:
+        return of_held_out(state._replace(params=brought(state.params, rows)), rows)
+
     specs = state_specs(specs, optimizer, strategy, memory)
-    return Description(train_step, specs, batch, count, evaluate=evaluate or held_out, pipeline=pipeline)
+    return Description(train_step, specs, batch, count, evaluate=on_device, pipeline=pipeline)

@@ -13,6 +13,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout
+from fmegatron.step import offload
 from fmegatron.step.parts import Part, Shown, before, finished, lines_of, parts_of, require_names, summed, terms
 from fmegatron.step.reduce import raw_gradient_layout, widened
 from fmegatron.step.torch_private import is_tracing, last_recorded, mark_backward, reaches_before
@@ -49,7 +50,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def with_grad(params, *args, **named):
-        with of_loss.differentiated(params) as call:
+        with of_loss.differentiated(params, beside=(args, named)) as call:
             call.returned = loss_fn(call.params, *args, **named)
         return of_loss.whole(call.gradient, params)
 
@@ -112,7 +113,7 @@ class LossFn:
         """`Gradient.before` and `Gradient.lines` by a forward pass alone."""
         # Of two means that are multiplied the one with a gradient is the part: without history none would have one.
         with torch.enable_grad():
-            _, parts, _ = self._read(self.loss_fn(self._leaves_of(params), *args))
+            _, parts, _ = self._read(self.loss_fn(self._leaves_of(params, args), *args))
             if parts is None:
                 return {}, {}
             axes = self.axes_of(params)
@@ -120,7 +121,7 @@ class LossFn:
 
     def _raw(self, layout: Layout) -> Layout:
         """The layout of a parameter's gradient, where the loss is this rank's part of a sum over the data axes."""
-        return raw_gradient_layout(layout, (self.axes or Axes(layout.mesh)).data)
+        return raw_gradient_layout(offload.on_device(layout), (self.axes or Axes(layout.mesh)).data)
 
     def known(self, grads, params):
         """Gradients that were computed of parameters, with the layouts that `gradient` gives them."""
@@ -148,15 +149,16 @@ class LossFn:
         self, params, args: tuple, named: Mapping = MappingProxyType({}), scale=None, sums: dict | None = None
     ) -> Gradient:
         """The gradient of one call, as of `differentiated`."""
-        with self.differentiated(params, scale, sums) as call:
+        with self.differentiated(params, scale, sums, (args, named)) as call:
             call.returned = self.loss_fn(call.params, *args, **named)
         return call.gradient
 
-    def _leaves_of(self, params, around: bool = False) -> structure.Tree:
-        """The parameters as leaves of autograd's graph, in the dtype of their gradients; they know their layouts.
+    def _leaves_of(self, params, beside: Any, around: bool = False) -> structure.Tree:
+        """The parameters as leaves of autograd's graph, in the dtype of their gradients; they know their layouts. Those
+        in host memory are brought to the device of what is `beside`, where their gradients will be.
         around: whether what is around is differentiated too; then they keep their history."""
-        paths, leaves, spec = structure.flatten(params)
-        self._require_leaves(params, paths, leaves)
+        self._require_leaves(params, *structure.flatten(params)[:2])
+        _, leaves, spec = structure.flatten(offload.brought(params, beside))
 
         def one(leaf: torch.Tensor) -> torch.Tensor:
             wide = leaf if self.dtype is None else widened(leaf, self.dtype)
@@ -167,12 +169,13 @@ class LossFn:
         return structure.unflatten(spec, list(map(one, leaves)))
 
     @contextlib.contextmanager
-    def differentiated(self, params, scale=None, sums: dict | None = None) -> Iterator[Call]:
+    def differentiated(self, params, scale=None, sums: dict | None = None, beside: Any = ()) -> Iterator[Call]:
         """Context of one call, whose gradient is taken at its end. scale: multiplies what is differentiated. sums: of
-        the whole batch; None: of these rows on all ranks, which is right where they are the batch."""
+        the whole batch; None: of these rows on all ranks, which is right where they are the batch. beside: tensors on
+        the device, of which parameters in host memory need one."""
         call, began = Call(), last_recorded()
         around = torch.is_grad_enabled() and any(map(_differentiated_around, tree.leaves(params)))
-        call.params = self._leaves_of(params, around)
+        call.params = self._leaves_of(params, beside, around)
         _, leaves, spec = structure.flatten(call.params)
         known = [tree.layout_of(leaf) for leaf in leaves]
         with torch.enable_grad():

@@ -91,7 +91,7 @@ def accumulate(
         if n > 1:
             loss, aux, grads, _ = several(params, batch, args, None)
             return (loss, aux), grads if each else of.known(grads, params)
-        with of.differentiated(params) as call:
+        with of.differentiated(params, beside=(batch, args)) as call:
             call.returned = loss_fn(call.params, batch, *args)
         loss, aux, grads, _ = alone(of, call.gradient, params, weight)
         return (loss, aux), grads if each is None else each(grads)

@@ -1,21 +1,25 @@
 """Offload: two ops that copy activations and state to host memory and back, kept in place by compilers.
 
-`fetched` and `stored` are for state that is at rest there, which the pass `step.streamed` moves piece by piece. The
-copies of activations run on the stream that computes, from and to page-locked memory: the host does not wait, no buffer
-is used again before its copy is done, and a layer takes longer by the time of its copies over the bus. Without CUDA
-they are plain copies, which save nothing and are for tests; on CUDA they were not run yet.
+`fetched` and `stored` are for state that is at rest there, which the pass `step.streamed` moves piece by piece, and
+`brought` for parameters, whose copies `step.regather` puts before their uses and `step.arriving` begins one bucket
+earlier. The copies of activations run on the stream that computes, from and to page-locked memory: the host does not
+wait, no buffer is used again before its copy is done, and a layer takes longer by the time of its copies over the bus.
+Without CUDA they are plain copies, which save nothing and are for tests; on CUDA they were not run yet.
 Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2) offload activations of checkpointed layers so.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fmegatron import tree
+from fmegatron.layout import Layout
 from fmegatron.step.output_buffers import barrier
 from fmegatron.tree import labels, structure
 
-__all__ = ["fetched", "from_host", "is_worth_moving", "stored", "to_host"]
+__all__ = ["brought", "fetched", "from_host", "is_worth_moving", "on_device", "stored", "to_host"]
 
 
 def to_host(xs: list[torch.Tensor], y: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -51,6 +55,42 @@ def fetched(state: structure.Tree, after: torch.Tensor) -> structure.Tree:
     return tree.map(one, state)
 
 
+def brought(params: structure.Tree, beside: structure.Tree) -> structure.Tree:
+    """A tree of arrays to compute with, of which those in host memory (by their layouts) are on the device of the first
+    tensor in `beside` that is on one. Where a step is traced each copy is made before its first use, and again for the
+    backward (`step.regather`).
+
+    Raises ValueError, naming an array, where `beside` has no such tensor.
+    """
+    known = [labels.layout_of(x) if isinstance(x, torch.Tensor) else None for x in tree.leaves(params)]
+    if not any(layout is not None and layout.on_host for layout in known):
+        return params
+    there = (x for x in tree.leaves(beside) if isinstance(x, torch.Tensor) and not _is_on_host(x))
+    after = next(there, None)
+    if after is None:
+        path = next(path for path, of in zip(tree.paths(params), known, strict=True) if of is not None and of.on_host)
+        raise ValueError(
+            f"parameter {path!r}: got an array in host memory, and no other argument that is on a device, wanted one, "
+            "to know where to compute; give the rows of a batch"
+        )
+
+    def one(x: Any) -> Any:
+        layout = labels.layout_of(x)
+        return x if layout is None or not layout.on_host else labels.labelled(from_host(x, after), on_device(layout))
+
+    return tree.map(one, params)
+
+
+def on_device(layout: Layout) -> Layout:
+    """The layout of the same array on the device."""
+    return layout.replace(memory="device") if layout.on_host else layout
+
+
+def _is_on_host(x: torch.Tensor) -> bool:
+    layout = labels.layout_of(x)
+    return layout is not None and layout.on_host
+
+
 def stored(new: structure.Tree, old: structure.Tree) -> structure.Tree:
     """New values of a tree of arrays, each in the memory in which the old one is (by its layout).
 
@@ -59,7 +99,7 @@ def stored(new: structure.Tree, old: structure.Tree) -> structure.Tree:
 
     def one(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         layout = labels.layout_of(like)
-        if layout is None or layout.memory == "device":
+        if layout is None or layout.memory == "device" or x is like:
             return x
         return labels.labelled(torch.ops.fmegatron_step.to_host(x, x), layout)
 

@@ -8,6 +8,9 @@ itself: before its first use, and, where the backward reads it too, again before
 gathered is free behind its last use. Gradients that would wait for each other until one reduce-scatter takes them all
 are reduced when they are there.
 
+Copies of parameters that rest in host memory (`step.offload.brought`) are placed alike, behind the gathers that take
+them: what a step reads of a stack is copied layer by layer.
+
 The pass runs where a function is traced, so it is the new graph that is checked, simulated, planned, lowered and run.
 """
 
@@ -24,13 +27,15 @@ from typing import NamedTuple
 from torch import fx
 
 from fmegatron.collectives import kept, kinds, table
-from fmegatron.step.graph.nodes import int_of, is_light, is_view, items_of
+from fmegatron.step.copied import copied_in_parts, is_copied
+from fmegatron.step.graph.nodes import int_of, is_light, is_view, items_of, node_of
 from fmegatron.step.lower import copy_module
 from fmegatron.step.torch_private import opname
 
 __all__ = ["TOGETHER", "regathered"]
 
 TOGETHER = 1 << 22  # bytes, gathered: smaller arrays travel together up to here, larger ones alone
+_GATHERS, _COPIES = "gathers", "copies of parameters"
 _OF_BACKWARD = " (backward)"  # behind the line of a node of the backward
 _LAID = frozenset({"detach", "alias", "clone", "_to_copy", "convert_element_type", "contiguous"})
 
@@ -47,24 +52,30 @@ def regathered(graph_module: fx.GraphModule, together: int = TOGETHER) -> fx.Gra
     together: bytes. Arrays of at least as many are gathered (and their gradients reduced) one by one, smaller ones
     together up to as many, in the order of their use, those that are gathered again apart from the others.
     """
-    if not _to_place(_Trace(graph_module.graph), together):
-        return graph_module
-    module = copy_module(graph_module)
-    trace = _Trace(module.graph)
-    arrays = _to_place(trace, together)
-    _Placing(trace, arrays, together).run()
-    _reduce_when_ready(module.graph, arrays, together)
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
-    return module
+    for placed in (_GATHERS, _COPIES):
+        if placed == _COPIES:
+            graph_module = copied_in_parts(graph_module)
+        if not _to_place(_Trace(graph_module.graph, placed), together):
+            continue
+        module = copy_module(graph_module)
+        trace = _Trace(module.graph, placed)
+        arrays = _to_place(trace, together)
+        _Placing(trace, arrays, together).run()
+        if placed == _GATHERS:
+            _reduce_when_ready(module.graph, arrays, together)
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+        graph_module = module
+    return graph_module
 
 
 # ---- what is there ---------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class _Array:
-    """An array that a gather brings. reads: (position of the reader, reader), in order, of it and of what is laid out
-    or cast of it. turn: the position from which on the backward reads it, None where it does not."""
+    """An array that a gather brings, or a copy from host memory, which is its own item. reads: (position of the reader,
+    reader), in order, of it and of what is laid out or cast of it. turn: the position from which on the backward reads
+    it, None where it does not."""
 
     gather: fx.Node
     index: int
@@ -90,9 +101,9 @@ class _Array:
 
 
 class _Trace:
-    """A graph with the arrays that its gathers of weights bring, and what lies behind each."""
+    """A graph with the arrays that its gathers of weights bring, or its copies of them, and what lies behind each."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph, what: str):
         self.graph, self.nodes = graph, list(graph.nodes)
         self.position = {n: i for i, n in enumerate(self.nodes)}
         self.behind: dict[fx.Node, tuple[_Array, ...]] = {}  # node that is laid out of arrays -> these
@@ -102,12 +113,19 @@ class _Trace:
             collective = kinds.collective_of(node.target)
             if node.op in ("placeholder", "get_attr") or (
                 all(x in movable for x in node.all_input_nodes)
-                and (is_light(node) or collective in (table.ALL_GATHER, table.PMAX))
+                and (
+                    is_light(node)
+                    or is_copied(node)
+                    or (what == _GATHERS and collective in (table.ALL_GATHER, table.PMAX))
+                )
             ):
                 movable.add(node)
             if node not in movable or node.op != "call_function":
                 continue
-            if collective is table.ALL_GATHER and not any(x in self.behind for x in node.all_input_nodes):
+            if what == _COPIES and is_copied(node):
+                self.arrays.append(_Array(node, 0, node, _nbytes(node)))
+                self.behind[node] = (self.arrays[-1],)
+            elif collective is table.ALL_GATHER and not any(x in self.behind for x in node.all_input_nodes):
                 placed.add(node)
             elif node.target is operator.getitem and node.args[0] in placed:
                 index = int_of(node.args[1])
@@ -229,6 +247,9 @@ class _Placing:
         for use in uses:
             gather, device = use.array.gather, use.array.item.meta["val"].device
             leaves = use.array.again and not use.version  # one that stays would keep the buffer of all
+            if is_copied(gather):
+                found.append([use])
+                continue
             key = (repr(gather.args[1:3]), _is_backward(use.reader), leaves, device)
             bucket = open_.get(key)
             fits = bucket is not None and sum(u.array.nbytes for u in bucket) + use.array.nbytes <= self.together
@@ -256,7 +277,7 @@ class _Placing:
 
     @staticmethod
     def _source(array: _Array) -> fx.Node:
-        return items_of(array.gather.args[0])[array.index]
+        return node_of(array.gather.args[0]) if is_copied(array.gather) else items_of(array.gather.args[0])[array.index]
 
     def _gather(self, bucket: list[_Use]) -> None:
         """One gather for a bucket, before the first of its readers."""
@@ -265,6 +286,11 @@ class _Placing:
         with self.graph.inserting_before(first.reader):
             copied: dict[fx.Node, fx.Node] = {}
             sources = [self._again(self._source(use.array), first.at, copied) for use in bucket]
+            if is_copied(old):
+                item = self.graph.create_node("call_function", old.target, (sources[0], *old.args[1:]))
+                item.meta = {**old.meta, "backward": _is_backward(first.reader)}
+                self.whole[first.array, first.version] = item
+                return
             places = [items_of(use.array.gather.args[3])[use.array.index] for use in bucket]
             node = self.graph.call_function(table.ALL_GATHER.op, (sources, *old.args[1:3], places), dict(old.kwargs))
             node.meta = {**old.meta, "val": [use.array.item.meta["val"] for use in bucket]}

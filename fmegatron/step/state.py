@@ -16,7 +16,7 @@ from fmegatron.collectives.wires import Wire
 from fmegatron.layout import DataParallel, Layout, Rules, data_parallel, layout
 from fmegatron.optim import transform
 from fmegatron.optim.average import average_of
-from fmegatron.step.offload import fetched
+from fmegatron.step.offload import fetched, on_device
 from fmegatron.step.torch_private import register_node
 from fmegatron.tree import labels, spec, structure, torch_private
 
@@ -31,6 +31,9 @@ __all__ = [
     "require_state",
     "state_specs",
 ]
+
+
+_PARAMS = "params"
 
 
 class Unseen(NamedTuple):
@@ -174,16 +177,13 @@ def state_specs(
     too (by gradients that travel down, as the parameters travel up); or (pattern, memory) rows, of which the first
     that matches full segments of a leaf's path decides, and "device" where none does: [("adam|master", "host")].
     Arrays without dims are on the device whatever is said. A step fetches what is in host memory and stores it again.
+    Parameters are where their specs say, and rows whose pattern begins with "params" decide of them too, by paths such
+    as "params/head/w": [("params", "host"), (".*", "host")]. A loss gets them on the device: each is copied there
+    before its first use, dropped behind the last one in the forward, and copied again for the backward.
     Raises ValueError for an optimizer that is none, for another strategy than that of the specs, for an unknown memory,
-    a row that decides no array, and parameters in host memory, which no step fetches.
+    and for a row that decides no array.
     """
     require_optimizer(optimizer, "state_specs")
-    for path, one in zip(tree.paths(param_specs), tree.leaves(param_specs), strict=True):
-        if one.layout.memory != "device":
-            raise ValueError(
-                f"state_specs: {path}: got a parameter in {one.layout.memory} memory, wanted it on the device: a step "
-                'streams the optimizer\'s state alone; give memory="host" here'
-            )
     mesh, stated = tree.leaves(param_specs)[0].mesh, spec.strategy_of(param_specs)
     if strategy is not None and stated is not None and stated != strategy:
         raise ValueError(
@@ -193,13 +193,20 @@ def state_specs(
     strategy = strategy or stated
     step = tree.ArraySpec(Layout((), torch.int64, mesh), 0, strategy=strategy)
     params = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), tree.named(param_specs))
-    opt = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), optimizer.init(_seen(params, strategy)))
-    return State(step, params, _remembered(opt, memory))
-
-
-def _remembered(specs: structure.Tree, memory: str | Sequence[tuple[str, str]]) -> structure.Tree:
-    """The specs of an optimizer's state, in their memories."""
+    seen = _seen(tree.map(_on_device, params), strategy)
+    opt = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), optimizer.init(seen))
     rows = [(".*", memory)] if isinstance(memory, str) else [*memory]
+    of_params = [row for row in rows if row[0].partition("/")[0] == _PARAMS]
+    (placed,) = _remembered({_PARAMS: params}, of_params, False).values() if of_params else (params,)
+    return State(step, placed, _remembered(opt, [row for row in rows if row not in of_params], isinstance(memory, str)))
+
+
+def _on_device(spec: tree.ArraySpec) -> tree.ArraySpec:
+    return dataclasses.replace(spec, layout=on_device(spec.layout))
+
+
+def _remembered(specs: structure.Tree, rows: Sequence[tuple[str, str]], of_all: bool) -> structure.Tree:
+    """The specs of a part of a state, in their memories. of_all: whether a row may decide no array."""
     for pattern, wanted in rows:
         if wanted not in layout.MEMORIES:
             known = ", ".join(layout.MEMORIES)
@@ -214,7 +221,7 @@ def _remembered(specs: structure.Tree, memory: str | Sequence[tuple[str, str]]) 
         return dataclasses.replace(spec, layout=spec.layout.replace(memory=rows[i][1]))
 
     placed = structure.map_with_path(one, specs)
-    if left := [pattern for i, (pattern, _) in enumerate(rows) if i not in decided and not isinstance(memory, str)]:
+    if left := [pattern for i, (pattern, _) in enumerate(rows) if i not in decided and not of_all]:
         raise ValueError(
             f"state_specs: memory: got {left[0]!r}, which decides no array, wanted patterns of full segments of paths "
             f"such as {', '.join(tree.paths(specs)[:4])}"
@@ -252,13 +259,13 @@ def averaged_params(state: State) -> structure.Tree:
     The arrays of the state know their layouts, or all are full, on one rank. Raises ValueError, naming the leaf, where
     one does not know its layout, and for an optimizer that keeps no average.
     """
-    average = fetched(average_of(state.opt), tree.leaves(state.params)[0])
+    average = fetched(average_of(state.opt), state.step)
     trained, frozen = tree.partition(state.params, set(tree.paths(average)).__contains__)
     narrow = tree.map(lambda a, p: a.to(p.dtype), average, trained)
     if not any(tree.layout_of(x) for x in tree.leaves((average, trained))):
         require_one_rank("averaged_params", tree.paths(trained)[0], "parameter")
         return tree.merge(narrow, frozen)
-    rest = tree.layouts(trained)
+    rest = tree.map(on_device, tree.layouts(trained))
     held = tree.map(lambda layout, p: layout.replace(dtype=p.dtype), tree.layouts(average), trained)
     axes = Axes(tree.leaves(rest)[0].mesh)
     return tree.merge(moved(narrow, held, rest, axes, Wire(), 1 << 20), frozen)

@@ -16,7 +16,7 @@ from fmegatron.optim import clipping
 from fmegatron.step.batch_rows import rows_in_order
 from fmegatron.step.gradient import LossFn
 from fmegatron.step.microbatches import accumulated, alone, require_parts
-from fmegatron.step.offload import fetched, stored
+from fmegatron.step.offload import brought, fetched, on_device, stored
 from fmegatron.step.pipeline.options import Pipeline, Pipelining, Scheduled, by_stages
 from fmegatron.step.pipeline.pipeline import staged
 from fmegatron.step.reduce import known_as, reduced_to
@@ -99,7 +99,7 @@ def build_train_step(
     strategy = strategy or DataParallel(axes.data)
     microbatches, pipeline = _microbatches(microbatches, axes, weight, twice)
     _require_known_axes(axes, strategy, layouts)
-    trained_at = placements(tree.partition(layouts, optimizer.trains)[0], strategy)
+    trained_at = placements(tree.map(on_device, tree.partition(layouts, optimizer.trains)[0]), strategy)
     wires, summed = (
         (Wire(), torch.float32) if precision is None else (precision.wires(trained_at.params), precision.accumulate)
     )
@@ -108,7 +108,7 @@ def build_train_step(
     def of_trained(trained: Any, batch: Any, frozen: Any) -> Any:
         """The loss as a function of what is trained, of numbered rows: where there is any of these."""
         given = (batch["batch"], batch["samples"]) if with_sample_ids else (batch,)
-        return loss_fn(tree.merge(trained, frozen), *given)
+        return loss_fn(tree.merge(trained, brought(frozen, batch)), *given)
 
     def reduced(grads: Any) -> Any:
         # With one microbatch there is nothing to accumulate: straight to where the optimizer wants it.
@@ -145,8 +145,8 @@ def build_train_step(
             loss, metrics, grads, whole = several(trained, batch, more, scale)
             grads = reduced(grads)
         elif microbatches == 1:
-            with of.differentiated(trained, scale) as call:
-                call.returned = of.loss_fn(call.params, batch, *more)
+            with of.differentiated(trained, scale, beside=state.step) as call:
+                call.returned = of.loss_fn(call.params, batch, *brought(more, state.step))
             loss, metrics, grads, whole = alone(of, call.gradient, trained, weight)
             grads = reduced(grads)
         else:
@@ -160,7 +160,7 @@ def build_train_step(
         loss = loss if whole else psum(loss, axes[axes.data])
         norm = torch.where(loss.isfinite(), norm, torch.nan)
         # Frozen leaves stay where they are: nothing of them is cut, and nothing gathered back.
-        there = moved(trained, trained_at.params, trained_at.optim, axes, Wire(), bucket_bytes)
+        there = moved(fetched(trained, norm), trained_at.params, trained_at.optim, axes, Wire(), bucket_bytes)
         params = tree.merge(known_as(there, trained_at.optim), frozen)
         held = fetched(state.opt, norm)  # what is in host memory, which the pass "stream" cuts into pieces
         params, opt = optimizer.update(grads, held, params, clipping.GradNorm(norm, clip_norm))
@@ -172,7 +172,8 @@ def build_train_step(
             moves, applied = norm.isfinite(), optimizer.applied(state.opt, opt)
             moves = moves if applied is None else moves & applied
             params = tree.map(lambda new, old: new if new is old else torch.where(moves, new, old), after, params)
-        return lying_as(State(state.step + 1, params, opt), state), {**metrics, "grad_norm": norm}
+        new = State(state.step + 1, stored(params, state.params), opt)
+        return lying_as(new, state), {**metrics, "grad_norm": norm}
 
     specs = tree.map(lambda layout: tree.ArraySpec(layout, 0), layouts)
     specs = state_specs(specs, optimizer, strategy)

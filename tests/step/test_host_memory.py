@@ -429,10 +429,7 @@ def test_an_unknown_memory(memory):
         made(optim.adamw(1e-2), memory)
 
 
-def test_parameters_in_host_memory_are_refused():
-    specs = tree.map(lambda spec: spec.replace(memory="host"), model.specs(CONFIG, ONE))
-    with pytest.raises(ValueError, match="got a parameter in host memory, wanted it on the device"):
-        step.state_specs(specs, optim.adamw(1e-2))
+def test_an_unknown_memory_of_a_layout():
     with pytest.raises(ValueError, match="got memory='cpu', wanted one of device, host"):
         Layout((2,), torch.float32, ONE, memory="cpu")
 

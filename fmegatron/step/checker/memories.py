@@ -14,7 +14,7 @@ import torch
 from fmegatron.collectives import kinds, table
 from fmegatron.layout import Layout
 from fmegatron.step.checker.context import Finding
-from fmegatron.step.graph.nodes import is_layer, is_view, node_of
+from fmegatron.step.graph.nodes import entry_of, int_of, is_view, items_of, node_of
 from fmegatron.step.torch_private import opname
 
 __all__ = ["mixed"]
@@ -31,27 +31,39 @@ def mixed(
     given: layouts of its inputs; None: of no known memory, which fits each. wanted: layouts of its outputs, or what
     else is asked of them. paths: of the outputs.
     """
-    inputs, found = iter(given), []
-    memory: dict[torch.fx.Node, str | None] = {}
+    found: list[Finding] = []
+    places = _walked(graph, [None if layout is None else _place_of(layout) for layout in given], found)
+    sources = items_of(graph.output_node().args[0])
+    for source, place, layout, path in zip(sources, places, wanted, paths, strict=True):
+        if isinstance(layout, Layout) and place not in (None, _place_of(layout)):
+            what = f"the output {path} is in {place} memory, its layout says {_place_of(layout)}"
+            found.append(Finding(_line(source), _op(source), "", what, _FETCH))
+    return found
+
+
+def _walked(graph: torch.fx.Graph, given: Sequence[str | None], found: list[Finding]) -> list[str | None]:
+    """The memories of a graph's outputs, given those of its inputs; notes what is wrong."""
+    inputs = iter(given)
+    memory: dict[torch.fx.Node, Any] = {}  # of a layer a list, of its results
     for node in graph.nodes:
         if node.op == "placeholder":
-            layout = next(inputs)
-            memory[node] = None if layout is None else _place_of(layout)
+            memory[node] = next(inputs)
         elif node.op == "output":
-            for source, layout, path in zip(node.args[0], wanted, paths, strict=True):
-                if isinstance(layout, Layout) and memory[source] not in (None, _place_of(layout)):
-                    what = f"the output {path} is in {memory[source]} memory, its layout says {_place_of(layout)}"
-                    found.append(Finding(_line(source), _op(source), "", what, _FETCH))
+            return [memory[source] for source in items_of(node.args[0])]
+        elif (entry := entry_of(node)) is not None and "host" in (at := [memory[x] for x in items_of(node.args[0])]):
+            memory[node] = _walked(entry.graph_module.graph, at, found)
+        elif node.target is operator.getitem and isinstance(memory[node_of(node.args[0])], list):
+            memory[node] = memory[node_of(node.args[0])][int_of(node.args[1])]
         else:
             memory[node] = _of(node, memory, found)
-    return found
+    raise AssertionError("graph: no output node")
 
 
 def _place_of(layout: Layout) -> str:
     return "host" if layout.on_host else "device"
 
 
-def _of(node: torch.fx.Node, memory: dict[torch.fx.Node, str | None], found: list[Finding]) -> str | None:
+def _of(node: torch.fx.Node, memory: dict[torch.fx.Node, Any], found: list[Finding]) -> str | None:
     """The memory of a value; None: not known, or as wanted. Notes what is wrong with its arguments."""
     name = opname(node.target)
     if name in ("to_host", "from_host"):
@@ -63,7 +75,7 @@ def _of(node: torch.fx.Node, memory: dict[torch.fx.Node, str | None], found: lis
         return "device" if "device" in arguments else None
     collective = kinds.collective_of(node.target)
     states = collective is table.DECLARE
-    if "device" in arguments or is_layer(node) or (collective is not None and not states):
+    if "device" in arguments or (collective is not None and not states):
         with_what = "beside values of the device" if "device" in arguments else "on the device"
         what = f"a value in host memory is used {with_what}"
         found.append(Finding(_line(node), _op(node), "", what, _FETCH))

@@ -58,6 +58,9 @@ _FIX = "gather it by its layout first, or divide a sum by the number of true ele
 _BY_LAYOUT = "nn.gather_tree with the layout of the leaf, or Place.of(layout, axes), leaves it out"
 
 
+_AFTER = ("barrier", "to_host", "from_host")  # the first argument, after the others
+
+
 # ---- the table: padding after a pointwise op whose operands are not all known numbers --------------------------------
 def _zero_times(factors: Sequence[Operand]) -> bool:
     return 0.0 in factors and None not in factors
@@ -117,7 +120,7 @@ def after(scope: Scope, node: Node, found: Any) -> Any:
     padded = sorted({axis for v in sources for axis in v.pads})
     if not padded or found is None:
         return found
-    if op_name(node) == "barrier":  # its first argument, after the others
+    if op_name(node) in _AFTER:
         return replace(found, pads=sources[0].pads) if isinstance(found, Value) else found
     if isinstance(found, list):
         return [v if v is None else _one(scope, node, v, sources, padded) for v in found]

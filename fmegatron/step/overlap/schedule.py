@@ -22,13 +22,13 @@ from fmegatron.step.overlap.merge import join_ends, merge_reductions
 from fmegatron.step.overlap.order import Order, is_number
 from fmegatron.step.torch_private import Op
 
-__all__ = ["KEEP_WAITS", "Overlap", "hides", "overlap_of", "overlapped", "planned_peak"]
+__all__ = ["KEEP_ORDER", "KEEP_WAITS", "Overlap", "hides", "overlap_of", "overlapped", "planned_peak"]
 
 # It would move every wait to its reader, so that reduce-scatters keep a layer's full gradients alive until the end of
 # the step.
 KEEP_WAITS = MappingProxyType({"reorder_for_locality": False})
 # The other one would move starts of gathers back to their waits.
-_KEEP_ORDER = MappingProxyType({"reorder_for_peak_memory": False, **KEEP_WAITS})
+KEEP_ORDER = MappingProxyType({"reorder_for_peak_memory": False, **KEEP_WAITS})
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Overlap:
     @property
     def options(self) -> dict:
         """Settings of Inductor under which generated code keeps the order of the graph."""
-        return dict(_KEEP_ORDER) if self.reorders else {}
+        return dict(KEEP_ORDER) if self.reorders else {}
 
 
 def overlap_of(given: Overlap | bool) -> Overlap | None:

@@ -118,6 +118,11 @@ def staged(of: LossFn, pipeline: Scheduled | Pipeline, dtype: torch.dtype, gradi
                 " wanted a jitted step of placed ones; step.jit(train_step, donate=0, world=world), "
                 "tree.place(params, layouts)"
             )
+        if there := [layout for layout in layouts if layout.on_host]:
+            raise ValueError(
+                f"{who}: got a parameter in host memory, {there[0]}, wanted those of a pipeline on the device, as its "
+                'actions copy none; leave "params" out of memory='
+            )
         ranks = layouts[0].mesh["pp"]
         if isinstance(pipeline, Pipeline) and ranks != (table := pipeline.table).ranks:
             raise ValueError(

@@ -1,0 +1,148 @@
+"""Copies of parameters from host memory, begun one bucket ahead of their use.
+
+In a lowered graph each copy stands where `step.regather` has put it, before its use. Here those that stand together are
+a bucket. Its memory on the device is made and its copies begin when the bucket before it has arrived, so that they
+travel while the device computes with that one; before the first use the device waits for them. At most two buckets are
+there, the one that is used and the next.
+
+Begin and wait are operators that write into the memory of the bucket and return nothing, so no compiler takes it for
+free between the two, or reads it before the second: a wait that returned what it was given would allow both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from fmegatron.step import buckets
+from fmegatron.step.copied import is_copied
+from fmegatron.step.graph.nodes import is_light, node_of
+from fmegatron.step.lower import copy_module
+from fmegatron.step.operators import defined, free_name
+
+__all__ = ["Arriving", "arriving"]
+
+_NAMESPACE = "fmegatron_step"
+
+
+class _Operator:
+    """An operator that stands for a function of lists of tensors and returns nothing, for as long as this lives."""
+
+    def __init__(self, name: str, run: Callable, schema: str):
+        self.run = run
+        self.op, self.library = defined(_NAMESPACE, free_name(f"{name}_", _NAMESPACE), self, None, schema)
+
+
+class Arriving:
+    """What begins the copies of a graph's buckets, and waits for them. device: to which they are made. name: of the
+    graph."""
+
+    def __init__(self, device: torch.device, name: str):
+        self.device = device
+        self._copies: buckets.Copies | None = None
+        self.begin = _Operator(f"begin_{name}", self._begin, "(Tensor(a!)[] rooms, Tensor[] sources) -> ()")
+        self.wait = _Operator(f"wait_{name}", self._wait, "(Tensor(a!)[] rooms) -> ()")
+
+    @property
+    def copies(self) -> buckets.Copies:
+        """How they are made."""
+        if self._copies is None:
+            self._copies = buckets.copies_on(self.device, False)
+        return self._copies
+
+    def _begin(self, *tensors: torch.Tensor) -> None:
+        half = len(tensors) // 2
+        self.copies.bring(list(zip(tensors[:half], tensors[half:], strict=True)))
+
+    def _wait(self, *rooms: torch.Tensor) -> None:
+        del rooms
+        self.copies.arrived()
+
+
+def arriving(graph_module: fx.GraphModule, host_bytes: int) -> fx.GraphModule:
+    """A copy of a lowered graph whose copies of parameters travel by buckets of at most `host_bytes`, or of one array,
+    each begun when the one before it has arrived; a graph without such copies is returned as it is."""
+    if not any(map(is_copied, graph_module.graph.nodes)):
+        return graph_module
+    module = copy_module(graph_module)
+    graph, found = module.graph, list(_buckets(module.graph, host_bytes))
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    digest = hashlib.sha256(graph_module.code.encode()).hexdigest()[:16]
+    run = Arriving(found[0][0].meta["val"].device, digest)
+    laid: dict[fx.Node, fx.Node] = {}
+    begin_at = found[0][0]
+    for bucket in found:
+        values = [node.meta["val"] for node in bucket]
+        with graph.inserting_before(begin_at):
+            sources = [_there(graph, node_of(node.args[0]), position[begin_at], position, laid) for node in bucket]
+            rooms = graph.call_function(torch.ops.fmegatron_step.rooms.default, (sources, bucket[0].args[1]))
+            rooms.meta |= {"val": values, "at": bucket[0].meta.get("at", "?"), "keeps": run}
+            items = [graph.call_function(operator.getitem, (rooms, i)) for i in range(len(values))]
+            begin = graph.call_function(run.begin.op, (items, sources))
+        with graph.inserting_before(bucket[0]):
+            wait = graph.call_function(run.wait.op, (items,))
+        for node in (begin, wait):
+            node.meta |= {"val": None, "at": rooms.meta["at"], "keeps": run}
+        for node, item, value in zip(bucket, items, values, strict=True):
+            item.meta |= {**node.meta, "val": value}
+        begin_at = bucket[0]  # what stands before it comes behind the wait for this bucket
+    for bucket, items in zip(found, _items_of(graph, run), strict=True):
+        for node, item in zip(bucket, items, strict=True):
+            node.replace_all_uses_with(item)
+            graph.erase_node(node)
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _items_of(graph: fx.Graph, run: Arriving) -> list[list[fx.Node]]:
+    """The memory of each bucket, in their order."""
+    return [list(node.args[0]) for node in graph.find_nodes(op="call_function", target=run.begin.op)]
+
+
+def _buckets(graph: fx.Graph, host_bytes: int) -> Iterator[list[fx.Node]]:
+    """Copies between which nothing is computed, of at most so many bytes together."""
+    bucket, size = list[fx.Node](), 0
+    for node in graph.nodes:
+        nbytes = node.meta["val"].nbytes if is_copied(node) else 0
+        ends = not is_copied(node) and not is_light(node)
+        if bucket and (ends or size + nbytes > host_bytes):
+            yield bucket
+            bucket, size = [], 0
+        if is_copied(node):
+            bucket.append(node)
+            size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _there(
+    graph: fx.Graph, node: fx.Node, at: int, position: dict[fx.Node, int], laid: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """A view of an argument, where the graph inserts, which is before a position."""
+    if node.op == "placeholder" or position[node] < at:
+        return node
+    if node not in laid:
+        before = {x: _there(graph, x, at, position, laid) for x in node.all_input_nodes}
+        laid[node] = graph.node_copy(node, lambda x: before[x])
+    return laid[node]
+
+
+# ---- the op ----------------------------------------------------------------------------------------------------------
+def _rooms(like: list[torch.Tensor], on: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=on.device) for x in like]
+
+
+def _define_ops() -> torch.library.Library:
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    library.define("rooms(Tensor[] like, Tensor on) -> Tensor[]")
+    library.impl("rooms", _rooms, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::rooms", _rooms, lib=library)
+    return library
+
+
+_LIBRARY = _define_ops()
