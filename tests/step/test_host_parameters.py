@@ -211,6 +211,47 @@ def test_padding_stays_zero_on_its_way(mesh, strategy):
     assert all(report.ok for report in found), found
 
 
+SHAPES = {"a": (7, 12), "s": (3, 12, 12), "n": (13,), "v": (12, 13), "c": (1,)}
+
+
+def ragged(w, batch):
+    """A loop by hand over a stack, one of its layers again and transposed, a matrix that is tied, vectors, a number."""
+    x = batch["x"] @ w["a"]
+    for layer in w["s"].unbind(0):
+        x = torch.tanh(x @ layer) + x
+    x = x @ w["s"][1].t()
+    y = x @ w["v"] * w["n"] + w["c"] + (x @ w["a"].t()).sum(-1, keepdim=True)
+    return step.mean(y.square().sum(), y.numel())
+
+
+ODD = [
+    (Mesh(fsdp=5), "zero3", 1),
+    (Mesh(fsdp=7), "zero1", 2),
+    (Mesh(dp=2, fsdp=5), "hybrid", 1),
+    (Mesh(fsdp=14), "zero2", 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "strategy", "microbatches"), ODD, ids=str)
+def test_a_loss_of_ones_own_on_odd_ranks(mesh, strategy, microbatches):
+    """Updated on the host, its moments and its parameters."""
+
+    def made_of(mesh):
+        how = {"init": tree.Normal(0.1), "strategy": DataParallel.named(strategy), "dtype": torch.float64}
+        rows = {"x": ((70, 7), torch.float64)}
+        memory = [("params", "host"), (".*", "host-update")]
+        adam = optim.adamw(1e-2)
+        return step.build(ragged, adam, tree.specs(SHAPES, mesh, **how), rows, memory=memory, microbatches=microbatches)
+
+    described = made_of(mesh)
+    assert step.check(*described).ok
+    state, batch = tree.init(made_of(Mesh()).state, 0, 0), {"x": torch.randn(70, 7, dtype=torch.float64)}
+    testing.assert_parity(
+        lambda m: made_of(m).function, mesh, state, batch, layouts=(described.state, described.batch), steps=2
+    )
+
+
 def error(w, batch):
     """Of rows through a matrix."""
     y = torch.tanh(batch["x"] @ w["w"]) + w["b"]
