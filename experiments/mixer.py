@@ -46,8 +46,9 @@ def model(config: Config):
     blocks |= {"channel_norm": (L, D), "up": (L, D, 4 * D), "down": (L, 4 * D, D)}
     shapes = {"embed": (256, D), "blocks": blocks, "final_norm": (D,), "head": (D, 256)}
     init = [(r"\w+_norm", 1.0), (".*", tree.Normal(0.02))]
+    stacked = [("blocks", config.pipeline.split(config.mesh, L))]  # with their stages, where the mesh has pp
     # "hsdp": parameters are sharded over fsdp, and replicated over dp
-    specs = tree.specs(shapes, config.mesh, init=init, strategy="hsdp", stacked="blocks")
+    specs = tree.specs(shapes, config.mesh, init=init, strategy="hsdp", stacked=stacked)
 
     def loss_fn(w, batch):
         x_BSD = w["blocks"].run(block, w["embed"][batch["tokens"]])

@@ -37,7 +37,8 @@ def describe(config):
     blocks = {"norm": (L, 64), "up": (L, 64, 256), "down": (L, 256, 64)}
     shapes = {"letters": (256, 16), "first": (8 * 16, 64), "blocks": blocks, "head": (64, 256)}
     init = [("blocks/norm", 1.0), (".*", tree.Normal(0.1))]
-    specs = tree.specs(shapes, config.mesh, init=init, dtype=getattr(torch, config.dtype), stacked="blocks")  # over pp
+    stacked = [("blocks", config.pipeline.split(config.mesh, L))]  # over pp, with their stages
+    specs = tree.specs(shapes, config.mesh, init=init, dtype=getattr(torch, config.dtype), stacked=stacked)
     optimizer, pipeline = optim.adamw(3e-3), config.pipeline.of(config.microbatches)
 
     def loss_fn(params, batch):

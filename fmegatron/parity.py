@@ -12,17 +12,15 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TextIO
-
-import torch
+from collections.abc import Sequence
+from typing import TextIO
 
 from fmegatron import testing, tree
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Mesh
 from fmegatron.loop import experiment
 from fmegatron.loop.flags import parse
 from fmegatron.step import description
-from fmegatron.testing import compare_ranks
+from fmegatron.testing import drawn
 
 
 def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
@@ -36,7 +34,21 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
         kind, describe = experiment.load_experiment(options.experiment)
         config = parse([options.experiment, f"--mesh={options.mesh}", *flags], kind)
         start = time.perf_counter()
-        result, below = compare(describe, config, options.steps, options.tolerance, options.below)
+        one = Mesh(**dict.fromkeys(config.mesh.names, 1))
+        steps_of = {
+            mesh: description.require_description(describe(dataclasses.replace(config, mesh=mesh)), "parity")
+            for mesh in (one, config.mesh)
+        }
+        below = options.below or drawn.bound(steps_of[one])
+        result = testing.parity(
+            steps_of.__getitem__,
+            config.mesh,
+            *drawn.arguments(steps_of[one], below),
+            layouts=(steps_of[config.mesh].layouts, tree.layouts(steps_of[config.mesh].batch)),
+            steps=options.steps,
+            tolerance=options.tolerance,
+            fp64=True,
+        )
     except (ValueError, OSError, SyntaxError, ImportError) as error:
         print(f"parity: {options.experiment}: {error}", file=err)
         return 2
@@ -67,78 +79,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--below", type=_count, help="whole numbers of the batch are drawn from 0 to N - 1 (default: the "
                    "largest size of a dim of the state that the step can index with)", metavar="N")  # fmt: skip
     return p
-
-
-def compare(
-    describe: Callable, config: Any, steps: int = 2, tolerance: float = 1e-10, below: int | None = None
-) -> tuple[compare_ranks.Parity, int]:
-    """(result of `testing.parity` for the step of a Config, the bound of whole numbers in its batches).
-
-    Args:
-        describe: config -> `step.Description`.
-        config: with the mesh.
-        steps: updates.
-        tolerance: of the relative error.
-        below: bound of the whole numbers in a batch; None: the largest size of a dim of the state for which one
-            rank computes a step.
-
-    Raises:
-        ValueError: for a step that cannot be simulated, and where no bound fits.
-    """
-    mesh, one = config.mesh, Mesh(**dict.fromkeys(config.mesh.names, 1))
-    steps_of = {
-        m: description.require_description(describe(dataclasses.replace(config, mesh=m)), "parity") for m in (one, mesh)
-    }
-    _, specs, batch_layouts = steps_of[mesh]
-    step, single_specs, _ = steps_of[one]
-    state = tree.init(single_specs, key=0, rank=0)
-    if below is None:
-        below = _bound(step, state, batch_layouts, one)
-    result = testing.parity(
-        steps_of.__getitem__,
-        mesh,
-        state,
-        lambda i: _batch(batch_layouts, i, below),
-        layouts=(tree.layouts(specs), tree.layouts(batch_layouts)),
-        steps=steps,
-        tolerance=tolerance,
-        fp64=True,
-    )
-    return result, below
-
-
-def _bound(step: Callable, state: Any, batch_layouts: Any, mesh: Mesh) -> int:
-    """The largest bound of the whole numbers in a batch with which one rank can compute the step."""
-    if all(layout.dtype.is_floating_point for layout in tree.leaves(tree.layouts(batch_layouts))):
-        return 2
-    sizes = sorted({n for x in tree.leaves(state) for n in x.shape if n > 1}, reverse=True)
-    for size in sizes:
-        try:
-            testing.simulate(step, mesh, state, _batch(batch_layouts, 0, size))
-            return size
-        except ValueError as error:
-            if not any(words in str(error) for words in ("out of range", "out of bounds")):  # torch's, of an index
-                raise
-    raise ValueError(
-        "--below: got none, wanted the bound of the whole numbers in a batch, as no size of a dim of the state "
-        f"({', '.join(map(str, sizes))}) is one; give --below N"
-    )
-
-
-def _batch(layouts: Any, step: int, below: int) -> Any:
-    """A tree of global arrays: whole numbers from 0 to below - 1, normal floats, bools; a function of its arguments."""
-    generator = torch.Generator().manual_seed(step)
-
-    def one(layout: Layout) -> torch.Tensor:
-        layout = getattr(layout, "layout", layout)
-        if layout.dtype.is_floating_point:
-            return torch.randn(layout.shape, generator=generator, dtype=torch.float64).to(layout.dtype)
-        values = torch.randint(2 if layout.dtype is torch.bool else below, layout.shape, generator=generator)
-        # All values at least once where there is room: the rows of the last rank's part of a table among them.
-        values.view(-1)[:below] = torch.arange(min(below, values.numel())) if layout.dtype is not torch.bool else 0
-        return values.to(layout.dtype)
-
-    return tree.map(one, layouts)
 
 
 def _count(text: str) -> int:

@@ -53,6 +53,8 @@ def build(
 
     Raises ValueError, naming what does not fit the mesh. Warns of what depends on the number of microbatches.
     """
+    how = {"strategy": strategy, "microbatches": microbatches, "samples": samples, "save": save, "twice": twice}
+    on = functools.partial(_on, decoder, optimizer, shape, {**how, "memory": memory})
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     pipeline = None
     if mesh["pp"] > 1:
@@ -86,7 +88,14 @@ def build(
     if described.microbatches > 1:
         _say_what_couples(decoder, described.microbatches)
     evaluate = described.evaluate if pipeline is None else functools.partial(_of_tokens, described)
-    return dataclasses.replace(described, decoder=decoder, save=save, evaluate=evaluate)
+    return dataclasses.replace(described, decoder=decoder, save=save, evaluate=evaluate, on=on)
+
+
+def _on(
+    decoder: Decoder, optimizer: optim.Optimizer, shape: tuple[int, int], how: dict, mesh: Mesh
+) -> step.Description:
+    """The same step on another mesh."""
+    return build(decoder, optimizer, mesh, shape, **how)
 
 
 def _of_tokens(described: step.Description, state: step.State, rows: dict) -> dict:

@@ -128,7 +128,7 @@ def _counted(
             return deep(build, _fields(config)[field], config.mesh, rank=options.rank, overlap=overlap)
         except UnevenError as error:
             print(f"exact: all layers are counted, one by one: {error}", file=out)
-    return exact(described.function, described.state, described.batch, config.mesh, rank=options.rank, overlap=overlap)
+    return exact(described, mesh=config.mesh, rank=options.rank, overlap=overlap)
 
 
 def _depths(described: Description) -> set[int]:
@@ -217,7 +217,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--timeline", action="store_true", help="print what is computed and sent when, as planned")
     p.add_argument("--measure", action="store_true", help="measure this machine's rates instead of assuming an H100's")
     p.add_argument("--search", type=int, metavar="DEVICES", help="rank all meshes of so many devices")
-    p.add_argument("--axes", default="dp,fsdp,tp", help="of the meshes of --search")
+    p.add_argument(
+        "--axes", default="dp,fsdp,tp", help="of the meshes of --search; pp for pipelines, as --pipeline.* has them"
+    )
     return p
 
 

@@ -19,6 +19,7 @@ import torch
 from fmegatron import model, tree
 from fmegatron.layout import Layout, Mesh, data_parallel
 from fmegatron.model import counts
+from fmegatron.plan.by_stages import ByStages, by_stages
 from fmegatron.plan.from_trace import in_host, in_mib
 from fmegatron.plan.saved import block_bytes
 from fmegatron.plan.setting import Setting, setting_of
@@ -49,7 +50,7 @@ class Quick:
     state, written: this rank's share of them. unknown: what no formula counts. seconds: of the processor, that the plan
     took. unknown_memory: those
     of `unknown` that take memory; where there are any, `peak` is a lower bound, which can show that a step does not fit
-    and never that it does.
+    and never that it does. stages: on a mesh with pp what the actions of its table take; the rest is of one rank.
     """
 
     mesh: Mesh
@@ -69,6 +70,7 @@ class Quick:
     unknown_memory: tuple[str, ...] = ()
     host: int = 0
     travels: int = 0
+    stages: ByStages | None = None
 
     @property
     def transient(self) -> int:
@@ -90,7 +92,9 @@ class Quick:
 
         Assumptions: products run at `rates.flops` whatever their shape; elementwise work, the optimizer and buffers
         move bytes at `rates.memory`; a rank sends its bytes at `rates.network`, whichever axis, after `rates.latency`
-        for each call; nothing of it is hidden behind computation; all ranks have equal work; no data, no logging.
+        for each call; nothing of it is hidden behind computation; all ranks have equal work; no data, no logging. On a
+        mesh with pp "idle in the pipeline" is how long the rank waits for others on the clock of the table, whose
+        actions take what their stages compute, move and send.
         """
         rates = rates or planned.Rates()
         parts = {
@@ -101,6 +105,8 @@ class Quick:
         }
         for axes, sent in self.sent.items():
             parts[f"sent over {axes}"] = sent / rates.network + self.calls.get(axes, 0) * rates.latency
+        if self.stages is not None:
+            parts["idle in the pipeline"] = self.stages.idle(rates)
         return {**parts, "total": sum(parts.values())}
 
     def __str__(self) -> str:
@@ -124,12 +130,16 @@ def quick(described: Description, *, overlap: Overlap | bool = True) -> Quick:
 
     Args:
         described: of a step of a decoder (`Description.decoder`); of another the state and the traffic of the weights
-            are planned, and `unknown` says so. Its mesh has any size.
+            are planned, and `unknown` says so. Its mesh has any size; with pp the plan is of the rank of it that needs
+            most memory.
         overlap: as `jit` is given it.
 
-    Raises ValueError for a state that is no State(step, params, opt).
+    Raises ValueError for a state that is no State(step, params, opt), and for stages that do not go with the blocks.
     """
-    return quick_of(setting_of(described, overlap))
+    setting = setting_of(described, overlap)
+    ranks = range(setting.mesh["pp"]) if setting.pipeline is not None else (0,)
+    found = [quick_of(setting, setting.mesh.rank(pp=i) if len(ranks) > 1 else 0) for i in ranks]
+    return max(found, key=lambda one: one.peak)
 
 
 def quick_of(setting: Setting, rank: int = 0) -> Quick:
@@ -138,8 +148,12 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
     state, on_host = (_bytes_in(memory, setting, rank) for memory in (("device",), ("host", "host-update")))
     batch = 2 * 8 * setting.rows * setting.microbatches * setting.length
     sent, calls, unknown = sent_by_axes(setting)
-    moments, more = _moments(setting, rank)
-    flops, model_flops = _flops(setting)
+    within = _sent_in_actions(setting, sent, calls)
+    stages = by_stages(setting, rank, within)
+    moments, more = _moments(setting, rank, stages)
+    flops, model_flops = _flops(setting, stages)
+    if stages is not None:
+        sent, calls = _with_messages(setting, rank, stages, sent, calls)
     whole = sum(math.prod(layout.shape) * layout.dtype.itemsize for layout in tree.leaves(setting.state))
     params = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params))
     there = sum(_nbytes(layout, rank) for layout in tree.leaves(setting.params) if layout.on_host)
@@ -158,7 +172,7 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
         flops,
         model_flops,
         moved,
-        _elementwise(setting),
+        _elementwise(setting, stages),
         whole,
         setting.tokens,
         (*unknown, *more, *_without_products(setting)),
@@ -166,7 +180,38 @@ def quick_of(setting: Setting, rank: int = 0) -> Quick:
         more,
         on_host,
         travels,
+        stages,
     )
+
+
+def _sent_in_actions(setting: Setting, sent: Mapping[str, int], calls: Mapping[str, int]) -> tuple[int, int]:
+    """(bytes, calls) that a rank's actions of a pipeline send: over tp, and over axes where weights are gathered."""
+    axes = [name for name in sent if name == "tp" or setting.strategy.params]
+    return sum(sent[name] for name in axes), sum(calls.get(name, 0) for name in axes)
+
+
+def _with_messages(
+    setting: Setting, rank: int, stages: ByStages, sent: Mapping[str, int], calls: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """(bytes, calls) by axes with those over pp: messages, ends that are brought to their stages once a step, and the
+    terms of their gradients."""
+    found, count = stages.sent
+    ways = setting.mesh["pp"]
+    for layout in _brought(setting):
+        whole = _nbytes(layout.without("pp"), rank)
+        found += (whole + _nbytes(layout.without("pp"), rank, _wider(layout.dtype))) * (ways - 1) // ways
+    return {**sent, "pp": found}, {**calls, "pp": count + 2}
+
+
+def _brought(setting: Setting) -> list[Layout]:
+    """Layouts of the parameters that pp splits otherwise than by layers: each stage that reads one has it in full."""
+    stacks = () if setting.decoder is None else setting.decoder.stacks
+    pairs = zip(tree.paths(setting.params), tree.leaves(setting.params), strict=True)
+    return [
+        layout
+        for path, layout in pairs
+        if "pp" in layout.sharded and not (path.partition("/")[0] in stacks and "pp" in layout.axes(0))
+    ]
 
 
 def _bytes_in(memory: tuple[str, ...], setting: Setting, rank: int) -> int:
@@ -189,7 +234,7 @@ def _copied(setting: Setting, rank: int) -> int:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
-def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ...]]:
+def _moments(setting: Setting, rank: int, stages: ByStages | None) -> tuple[dict[str, int], tuple[str, ...]]:
     """(name of a moment -> bytes above the state and the batch there, what no formula counts)."""
     placed = placements(setting.params, setting.strategy)
     waiting = 0
@@ -204,6 +249,8 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     moments = {"optimizer": late + streamed + (largest if late < grads else 0)}
     if setting.decoder is None:
         return moments, (_NO_DECODER,)
+    if stages is not None:
+        return {**_by_table(setting, rank, stages), **moments}, tuple(_unknown_of_microbatch(setting))
     in_blocks = [size for path, size in sizes.items() if path.partition("/")[0] in setting.decoder.stacks]
     stacked = max(grads, sum(in_blocks) + max(in_blocks, default=0), int(sum(in_blocks) * (1 + _terms(setting))))
     found, travelling, unknown = _of_microbatch(setting, sum(in_blocks))
@@ -216,6 +263,34 @@ def _moments(setting: Setting, rank: int) -> tuple[dict[str, int], tuple[str, ..
     if late < grads:  # they meet the shards that the optimizer has: what is sent, and what arrives
         found["gradients reduced"] = 2 * grads
     return {**{name: value + waiting for name, value in found.items()}, **moments}, unknown
+
+
+def _by_table(setting: Setting, rank: int, stages: ByStages) -> dict[str, int]:
+    """The moments of a pipeline: what its table holds, beside the sums of gradients and the ends where stages read
+    them."""
+    brought = {id(layout): layout for layout in _brought(setting)}
+    own = [layout for layout in tree.leaves(setting.params) if id(layout) not in brought]
+    sums = sum(_nbytes(layout, rank, _wider(layout.dtype)) for layout in own)
+    ends = [layout.without("pp") for layout in brought.values()]
+    # First and last stage read one end each; a rank that has neither keeps none of them.
+    share = sum(stage in stages.held for stage in {0, len(stages.pipeline.stages) - 1}) / 2
+    there = sum(_nbytes(layout, rank) + _nbytes(layout, rank, _wider(layout.dtype)) for layout in ends)
+    held = sums + round(share * there)
+    behind = sums + sum(_nbytes(layout, rank, _wider(layout.dtype)) for layout in ends)
+    return {**{name: value + held for name, value in stages.moments.items()}, "ends summed over pp": behind}
+
+
+def _unknown_of_microbatch(setting: Setting) -> Iterator[str]:
+    """What no formula counts of the memory of a microbatch."""
+    decoder = setting.decoder
+    assert decoder is not None, "who asks has looked"
+    for _, parts in _kinds(decoder):
+        yield from block_bytes(
+            parts, decoder, setting.rows, setting.length, setting.mesh["tp"], setting.save, 0
+        ).unknown
+    if setting.mesh.extent(data_parallel.SEQUENCE_AXES) > 1:
+        yield "what attention holds of other ranks' keys over cp"
+    yield from _without_formula(decoder)
 
 
 def _terms(setting: Setting) -> float:
@@ -303,10 +378,13 @@ def _wider(dtype: torch.dtype) -> torch.dtype:
 
 
 # ---- work ------------------------------------------------------------------------------------------------------------
-def _flops(setting: Setting) -> tuple[float, float]:
+def _flops(setting: Setting, stages: ByStages | None) -> tuple[float, float]:
     """(FLOP of this rank's part of a step, those without recomputation)."""
     if setting.decoder is None:
         return 0.0, 0.0
+    if stages is not None:
+        mine = sum(stages.work["F"][a.stage].flops for a in stages.row if "F" in a.kind)
+        return stages.total().flops, 3 * mine
     tokens = setting.rows * setting.microbatches * setting.length
     whole_length = setting.length * setting.mesh.extent(data_parallel.SEQUENCE_AXES)
     per_token = counts.flops_per_token(setting.decoder, whole_length)
@@ -323,11 +401,13 @@ def _without_products(setting: Setting) -> tuple[str, ...]:
     return tuple(f"the work of {name!r} besides products with its arrays" for name in dict.fromkeys(unknown))
 
 
-def _elementwise(setting: Setting) -> int:
+def _elementwise(setting: Setting, stages: ByStages | None) -> int:
     """Bytes that elementwise work reads and writes, roughly: three times what a backward that keeps all would read."""
     decoder = setting.decoder
     if decoder is None:
         return 0
+    if stages is not None:
+        return round(stages.total().moved)
     tp, total = setting.mesh["tp"], 0
     for (_, parts), count in _kinds(decoder).items():
         one = block_bytes(parts, decoder, setting.rows, setting.length, tp, "all", 0)

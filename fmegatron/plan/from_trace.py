@@ -123,10 +123,10 @@ class _How(NamedTuple):
 
 
 def exact(
-    step: Callable,
-    state_specs: structure.Tree,
-    batch_layouts: structure.Tree,
-    mesh: Mesh,
+    step: Callable | Description,
+    state_specs: structure.Tree = None,
+    batch_layouts: structure.Tree = None,
+    mesh: Mesh | None = None,
     *,
     rank: int = 0,
     overlap: Overlap | bool = True,
@@ -138,11 +138,11 @@ def exact(
     host memory (`Layout.memory`) is counted apart.
 
     Args:
-        step: train_step(state, batch) over symbolic axes, as an experiment's `describe` gives it.
+        step: train_step(state, batch) over symbolic axes; or a `step.Description`, alone: `exact(describe(config))`.
         state_specs: tree of Layouts or ArraySpecs of its first argument.
         batch_layouts: of the second.
-        mesh: any size: nothing is started.
-        rank: whose shards.
+        mesh: any size: nothing is started. None: that of the state.
+        rank: whose shards. On a mesh with pp it decides which stages these are, and so what the table holds.
         overlap: as `jit` is given it.
         donate: as `jit` is given it.
         patches: as `jit` is given them.
@@ -151,12 +151,15 @@ def exact(
     Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
     """
     how = _How(overlap, donate, patches, host_bytes)
-    with _world(mesh, rank) as world:
-        return _exact(world, {}, step, (state_specs, batch_layouts), how)[0]
-
-
-def _parts(described: Description) -> tuple[Callable, Any, Any]:
-    return described.function, described.state, described.batch
+    if isinstance(step, Description):
+        function, state_specs, batch_layouts = step
+    else:
+        function = step
+    flat = tree.leaves(_layouts(state_specs))
+    if mesh is None and not flat:
+        raise ValueError("exact: got no arrays, wanted those of the state; give exact(describe(config))")
+    with _world(flat[0].mesh if mesh is None else mesh, rank) as world:
+        return _exact(world, {}, function, (state_specs, batch_layouts), how)[0]
 
 
 def _shallow(build: Callable[[int], Description], depth: int) -> Description:
@@ -205,7 +208,7 @@ def deep(
         )
     began = time.process_time()
     if depth <= few[-1] * 3 // 2:
-        return exact(*_parts(build(depth)), mesh, rank=rank, **how._asdict())
+        return exact(build(depth), mesh=mesh, rank=rank, **how._asdict())
     layers, missing = few[1] - few[0], depth - few[1]
     whole = build(depth)
     models = {n: _shallow(build, n) for n in few} | {depth: whole}
@@ -221,7 +224,7 @@ def deep(
     counts, last = [], None
     for n in few:
         with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
-            step, *given = _parts(models[n])
+            step, *given = models[n]
             last, found = _exact(world, known, step, given, how)
             counts.append(found)
     shallow, deeper = counts

@@ -101,7 +101,7 @@ def search(
 
     Args:
         describe: mesh -> the `step.Description`, or ValueError where the mesh cannot be meant.
-        meshes: to be tried (`meshes_of`).
+        meshes: to be tried (`meshes_of`); of one with pp the seconds are those of the clock of its table.
         memory: bytes of a device.
         rates: of a device; None: the assumptions of `Rates()`.
         overlap: as `jit` is given it.

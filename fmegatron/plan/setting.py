@@ -8,7 +8,7 @@ from typing import Any
 
 from fmegatron import model, tree
 from fmegatron.layout import DataParallel, Layout, Mesh
-from fmegatron.step import Description, Overlap, State
+from fmegatron.step import Description, Overlap, Pipeline, State
 from fmegatron.step.overlap.schedule import overlap_of
 from fmegatron.tree import spec, structure
 
@@ -22,7 +22,8 @@ class Setting:
     state: layouts of its state. strategy: of its specs. rows, length: local rows of a microbatch, and positions of a
     sequence, on one rank. tokens: of the whole batch. decoder: whose parameters are those of the state; None:
     activations and FLOPs are not known by formula, which is said.
-    save, offload, freed: as `model.loss` was given them.
+    save, offload, freed: as `model.loss` was given them. pipeline: what computes the microbatches by stages, where the
+    mesh has pp and the decoder is known, which has the blocks.
     """
 
     mesh: Mesh
@@ -37,6 +38,7 @@ class Setting:
     offload: int | None = None
     freed: tuple[str, ...] | None = None
     overlap: Overlap | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def params(self) -> structure.Tree:
@@ -52,7 +54,7 @@ def setting_of(described: Description, overlap: Overlap | bool = True) -> Settin
             a batch whose largest leaf has the tokens, [B, S]. The mesh is theirs.
         overlap: as `jit` is given it.
 
-    Raises ValueError for a state that is none, and specs of two strategies.
+    Raises ValueError for a state that is none, specs of two strategies, and stages that do not go with the blocks.
     """
     if not isinstance(described.state, State):
         raise ValueError(
@@ -62,20 +64,23 @@ def setting_of(described: Description, overlap: Overlap | bool = True) -> Settin
     state = State(*(tree.map(_layout, part) for part in described.state))
     leaves = [_layout(leaf) for leaf in tree.leaves(described.batch)]
     largest = max(leaves, key=lambda layout: math.prod(layout.shape))
-    local = largest.local_shape(0)
+    local, mesh = largest.local_shape(0), largest.mesh
+    decoder = described.decoder if _is_of(described.decoder, state.params) else None
+    pipeline = described.pipeline if decoder is not None and mesh["pp"] > 1 else None
     return Setting(
-        mesh=largest.mesh,
+        mesh=mesh,
         state=state,
         strategy=spec.strategy_of(described.state) or DataParallel(),
         microbatches=described.microbatches,
         rows=local[0] // described.microbatches,
         length=math.prod(local[1:]),
         tokens=math.prod(largest.shape),
-        decoder=described.decoder if _is_of(described.decoder, state.params) else None,
+        decoder=decoder,
         save=described.save,
         offload=described.offload,
         freed=described.reshard_after_forward,
         overlap=overlap_of(overlap),
+        pipeline=None if pipeline is None or decoder is None else pipeline.on(mesh["pp"], decoder.layers),
     )
 
 

@@ -43,11 +43,15 @@ def sent_by_axes(setting: Setting) -> tuple[dict[str, int], dict[str, int], tupl
         )
 
     stacks = {} if decoder is None else {name: len(stack.depths) for name, stack in decoder.stacks.items()}
+    if decoder is not None and mesh["pp"] > 1:  # of a rank's layers, in the mean
+        stacks = {name: max(1, n // mesh["pp"]) if name != "mtp" else n for name, n in stacks.items()}
+    # By stages gradients are reduced behind the table, once, but for what is gathered where it is read.
+    times = setting.microbatches if mesh["pp"] == 1 or setting.strategy.params else 1
     together: dict[tuple, int] = {}
     for one in costs.least_transfers(
         setting.params,
         setting.strategy,
-        setting.microbatches,
+        times,
         gathers=lambda path: again if path.partition("/")[0] in stacks else 1,
         gather_dtype=gathered,
         reduce_dtype=reduced,
@@ -84,6 +88,7 @@ def _over_tp(setting: Setting, sent: dict[str, int], calls: dict[str, int]) -> t
     tokens = setting.rows * setting.length * setting.microbatches
     once = 2 * tokens * decoder.dim * decoder.compute_dtype.itemsize * (n - 1) // n
     parts = sum(map(len, decoder.blocks))
+    parts = max(1, parts // mesh["pp"])
     sums = 2 * parts + 2  # forward and backward of each part, of the embedding, of the head's gradient
     if setting.save == "inputs":
         sums += parts - len(decoder.blocks)  # made again for the backward, but for the last of a block

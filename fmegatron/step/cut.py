@@ -56,7 +56,7 @@ class OneNode:
         flat = inline_layers(graph) if reached else graph
         inside = _reached(flat, traced) if reached else {}
         if inside and not twice:
-            raise _refused(who, *next(iter(inside.items())))
+            raise _refused(who, *next(iter(inside.items())), stages)
         if reached and not inside:
             self.counts = graph_module_of({}, _needed(flat, early))
         else:
@@ -186,12 +186,17 @@ def _behind(node: fx.Node, names: Sequence[str]) -> fx.Node:
     return node
 
 
-def _refused(who: str, path: str, found: tuple[str, str]) -> ValueError:
+def _refused(who: str, path: str, found: tuple[str, str], stages: bool) -> ValueError:
     part, _, what = path.removeprefix("before/").partition("/")[2].rpartition("/")
     leaf, line = found
+    fix = "take microbatches=1, or twice=True, which runs all forward passes once more before"
+    if stages:  # no stage has all of it before its backward, of one microbatch neither
+        fix = (
+            "make it of each row by itself, or of the step before, as a leaf of the state (of experts "
+            "sequence_balance=, or balance_of='step before'), or take a mesh without pp"
+        )
     return ValueError(
         f"{who}: part {part!r}: its {what} (at {line}) depends on the parameter {leaf!r}, wanted one that the batch "
         "alone decides, as all microbatches are divided by one sum, known before the first backward; count what "
-        "the batch has (mask.sum(); x.numel() where all count, and not ones_like(x).sum()), take microbatches=1, "
-        "or twice=True, which runs all forward passes once more before"
+        f"the batch has (mask.sum(); x.numel() where all count, and not ones_like(x).sum()), {fix}"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.layout import DataParallel, Layout
+from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step.pipeline.options import Pipeline, Scheduled
 from fmegatron.tree import spec, structure
 
@@ -34,7 +34,8 @@ class Description:
     save, offload, reshard_after_forward: as `model.loss` is given them.
     evaluate: (state, batch) -> metrics of held-out rows, for evaluations; None: there is none.
     pipeline: what computes the microbatches on a mesh with pp (`Pipelining(...).of(n)`, or a `Pipeline`); None: each
-    rank all.
+    rank all. `print` shows its table.
+    on: mesh -> the same step on another mesh, or ValueError; None: `describe` of another config alone knows it.
     """
 
     function: Callable
@@ -47,6 +48,7 @@ class Description:
     reshard_after_forward: tuple[str, ...] | None = None
     evaluate: Callable | None = None
     pipeline: Scheduled | Pipeline | None = None
+    on: Callable[[Mesh], Description] | None = None
 
     def __post_init__(self):
         if not callable(self.function):
@@ -58,6 +60,16 @@ class Description:
             rows = {name: _rows(name, x, self.state, self.microbatches) for name, x in self.batch.items()}
             object.__setattr__(self, "batch", rows)
         tree.layouts(self.batch)
+
+    @property
+    def layouts(self) -> structure.Tree:
+        """Those of the state: what a checkpoint is restored into (`checkpoint.restore(path, value.layouts, ...)`)."""
+        return tree.layouts(self.state)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the state."""
+        return tree.leaves(self.layouts)[0].mesh
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.function, self.state, self.batch))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fmegatron import optim, tree
 from fmegatron.collectives import Axes, Precision, psum
-from fmegatron.layout import DataParallel
+from fmegatron.layout import DataParallel, Mesh
 from fmegatron.step.description import Description
 from fmegatron.step.offload import brought
 from fmegatron.step.parts import means, parts_of
@@ -79,6 +79,7 @@ def build(
             "build: reshard_after_forward: got False with shards=True, wanted it where loss_fn gathers; say so there: "
             "nn.gather_tree(params, reshard_after_forward=False), or that of step.layers and model.loss"
         )
+    given_loss, given_specs = loss_fn, specs
     loss_fn = loss_fn if shards else of_whole(loss_fn, computed, axes, precision, reshard_after_forward)
     train_step = build_train_step(loss_fn, optimizer, layouts, axes, with_sample_ids=samples, **how)
 
@@ -102,5 +103,21 @@ def build(
     def on_device(state: Any, rows: Any) -> dict:
         return of_held_out(state._replace(params=brought(state.params, rows)), rows)
 
-    specs = state_specs(specs, optimizer, strategy, memory)
-    return Description(train_step, specs, batch, count, evaluate=on_device, pipeline=pipeline)
+    own = state_specs(specs, optimizer, strategy, memory)
+
+    def on(other: Mesh) -> Description:
+        if other == mesh:
+            return described
+        if other.size > 1:
+            raise ValueError(
+                f"build: on {other}: got specs on {mesh}, which say where arrays lie there or on one rank, wanted "
+                "those of the other mesh; describe the step anew: lambda mesh: describe(replace(config, mesh=mesh))"
+            )
+        given = (given_specs, described.batch)
+        whole = tree.map(lambda x: x.replace(mesh=other, spec=(), flat=(), padded=False), given)
+        same = {name: value for name, value in how.items() if name != "strategy"} | {"memory": memory, "shards": shards}
+        same |= {"samples": samples, "evaluate": evaluate, "reshard_after_forward": reshard_after_forward}
+        return build(given_loss, optimizer, *whole, **same)
+
+    described = Description(train_step, own, batch, count, evaluate=on_device, pipeline=pipeline, on=on)
+    return described

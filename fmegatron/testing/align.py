@@ -60,6 +60,13 @@ def is_shard_end(node):
     return name_of(node) == "squeeze" and name_of(node.args[0]) == "index_select" and _is_index(node.args[0].args[2])
 
 
+def _of_shard(node):
+    """Whether a node is one of the three of a `shard`."""
+    ends = [node, *node.users]
+    ends += [end for user in node.users for end in user.users]
+    return any(is_shard_end(end) and node in (end, end.args[0], end.args[0].args[0]) for end in ends)
+
+
 def _is_index(node):
     while kinds.collective_of(node.target) is None and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
@@ -98,6 +105,9 @@ def align(many: fx.Graph, one: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             continue
         guesses = [first_guess[node]] if node in first_guess else []
         guesses += [n for n in same_line.get(token_of(node), ()) if n not in guesses]
+        if _of_shard(node):  # one rank has no such node, and perhaps another view on this line
+            own = twins.get(node.all_input_nodes[0], [])
+            guesses = [*own, *(n for n in guesses if n not in own)]
         if not guesses and name_of(node) in _KEEPS:
             guesses = twins.get(node.all_input_nodes[0], [])
         twins[node] = guesses

@@ -14,8 +14,9 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
-from fmegatron.step import Description, opaque
+from fmegatron.step import Description, description, opaque
 from fmegatron.step.graph.nodes import items_of
+from fmegatron.testing import drawn
 from fmegatron.testing.align import seen_through
 from fmegatron.testing.first_difference import Finding, Kept, blame
 from fmegatron.testing.interpret import interpret
@@ -107,7 +108,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor, floor: float | torch
 
 
 def parity(
-    make_step: Callable[[Mesh], Callable | Description],
+    make_step: Callable[[Mesh], Callable | Description] | Description,
     mesh: Mesh,
     *args: Any,
     layouts: tuple | None = None,
@@ -122,9 +123,11 @@ def parity(
     Args:
         make_step: mesh -> step, or the `step.Description` of one, which has the layouts of one rank (else those of
             `mesh`, and nothing is flattened there); called for both meshes, so it must take axes and layouts from its
-            argument.
+            argument. Or a Description alone, which knows itself on other meshes (`Description.on`).
         mesh: of the ranks.
-        args: trees of global arrays (of torch.float64, or with `fp64`).
+        args: trees of global arrays (of torch.float64, or with `fp64`). None of a Description: its state is drawn by
+            its specs and its batches at random (whole numbers below the largest size of a dim of the state with which
+            one rank can compute the step), and the step runs in torch.float64, whatever its dtypes.
         layouts: of the arguments on `mesh`, as for `simulate`.
         out_layouts: of the result on `mesh`, as for `simulate`.
         steps: how often; then the first item of the result is the first argument of the next call, and any other
@@ -134,8 +137,17 @@ def parity(
             (testing/rounding.py).
         floor: of `relative_error`.
         fp64: of `simulate`: all arithmetic in torch.float64, for steps whose arrays have other dtypes.
+
+    Raises ValueError where there are no arguments and no Description to draw them by, and for one that does not know
+    itself on another mesh.
     """
     one = Mesh(**dict.fromkeys(mesh.names, 1))
+    if isinstance(make_step, Description):
+        make_step = _on_meshes(make_step)
+    if not args:
+        many, single = (description.require_description(make_step(m), "parity without arguments") for m in (mesh, one))
+        args, layouts, fp64 = drawn.arguments(single), (many.layouts, tree.layouts(many.batch)), True
+        make_step = {mesh: many, one: single}.__getitem__
     layouts = (None,) * len(args) if layouts is None else tuple(layouts)
     placed = {mesh: (layouts, out_layouts), one: (_move(layouts, one), _move(out_layouts, one))}
     sims: dict[Mesh, Simulation] = {}
@@ -187,9 +199,26 @@ def _asserted(parity: Callable[P, Parity]) -> Callable[P, Parity]:
 assert_parity = _asserted(parity)
 
 
+def _on_meshes(described: Description) -> Callable[[Mesh], Description]:
+    """mesh -> the step on it."""
+    if described.on is None:
+        raise ValueError(
+            "parity: got a Description without `on`, which does not know its step on one rank, wanted a function of "
+            "the mesh; parity(lambda mesh: describe(replace(config, mesh=mesh)), mesh)"
+        )
+    return described.on
+
+
 def _move(layouts, mesh):
-    """The same layouts on a mesh of ones with the same axis names, where nothing is flattened."""
-    return tree.map(lambda layout: getattr(layout, "layout", layout).replace(mesh=mesh, flat=()), layouts)
+    """The same layouts on a mesh of ones with the same axis names, where nothing is flattened, and no piece of a dim
+    assigned to a rank."""
+
+    def moved(layout):
+        layout = getattr(layout, "layout", layout)
+        spec = tuple(None if isinstance(entry, Split) and entry.assigned else entry for entry in layout.spec)
+        return layout.replace(mesh=mesh, spec=spec, flat=())
+
+    return tree.map(moved, layouts)
 
 
 def _compare(sharded: Simulation, single: Simulation, floor):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fmegatron.layout import DataParallel, Layout, Mesh, Rules
+from fmegatron.layout import DataParallel, Layout, Mesh, Rules, Split
 from fmegatron.tree.labels import labelled
 from fmegatron.tree.spec import ArraySpec, Init, Normal, initial
 from fmegatron.tree.structure import Tree, in_words, map_with_path
@@ -22,7 +22,7 @@ def specs(
     init: Init | float | Iterable[tuple[str, Init | float]] = NARROW,
     dtype: torch.dtype = torch.float32,
     strategy: DataParallel | str | None = None,
-    stacked: str | None = None,
+    stacked: str | Iterable[tuple[str, Split | None]] | None = None,
 ) -> Tree:
     """The ArraySpecs of arrays with these global shapes: the one source of layouts, initial values and checkpoints.
 
@@ -39,7 +39,8 @@ def specs(
             The specs keep it: gradients, the optimizer's state and rows of batches follow it.
         stacked: pattern of paths of arrays whose dim 0 counts layers; the strategy does not split it, so that each rank
             holds a part of every layer. An axis pp of the mesh does, where it divides it: a rank holds those of its
-            stage.
+            stage. Or (pattern, `Split` over pp) rows, `[("blocks", config.pipeline.split(mesh, layers))]`, where stages
+            may be uneven, or a rank have several: its part are their layers, padded where others have more.
 
     Raises:
         ValueError: for a leaf that is no shape, a rule that does not fit its array, a path that no row of `init`
@@ -55,7 +56,9 @@ def specs(
     one_for_all = isinstance(init, Init | int | float)
     inits = Rules([(".*", (init,))] if one_for_all else [(pattern, (value,)) for pattern, value in init])
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
-    layers = None if stacked is None else Rules([(stacked, (0,)), (".*", ())])
+    rows = () if stacked is None else [(stacked, None)] if isinstance(stacked, str) else [*stacked]
+    layers = Rules([*((pattern, (0,)) for pattern, _ in rows), (".*", ())])
+    stages = Rules([*((pattern, (split,)) for pattern, split in rows), (".*", (None,))])
 
     def one(path: str, shape: Any) -> ArraySpec:
         if not _is_tuple_of_numbers(shape) or min(shape, default=0) < 0:
@@ -64,11 +67,15 @@ def specs(
                 f"specs: {path}: got {got}, wanted a shape, a tuple of whole numbers of 0 or more: (512, 64)"
             )
         layout = layout_rules.layout(path, tuple(shape), dtype, mesh)
-        counts = layers is not None and bool(layers.match(path))
-        if counts and mesh["pp"] > 1 and not layout.axes(0) and shape[0] % mesh["pp"] == 0:
-            layout = layout.replace(spec=("pp", *layout.spec[1:]))
+        counts = bool(layers.match(path))
+        if counts and mesh["pp"] > 1 and not layout.axes(0):
+            (split,) = stages.match(path)
+            if split is not None:
+                layout = layout.replace(spec=(split, *layout.spec[1:]), padded=True)
+            elif shape[0] % mesh["pp"] == 0:
+                layout = layout.replace(spec=("pp", *layout.spec[1:]))
         if strategy is not None:
-            layout = strategy.params_layout(layout, whole=() if layers is None else layers.match(path))
+            layout = strategy.params_layout(layout, whole=layers.match(path))
         try:
             value = initial(inits.match(path)[0])
         except ValueError as error:

@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 from experiments import finetune, preferences, shakespeare, windowed
-from fmegatron import parity, testing, tree
+from fmegatron import testing, tree
 from fmegatron.layout import Mesh
 from tests.experiments.given import made
 
@@ -38,8 +38,7 @@ SMALL = {
 
 
 def equal_to_one_rank(of, config, mesh):
-    result, _ = parity.compare(of.describe, dataclasses.replace(config, mesh=mesh), steps=2)
-    assert result.ok, str(result)
+    testing.assert_parity(lambda m: of.describe(dataclasses.replace(config, mesh=m)), mesh, steps=2)
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_parity_of_a_count_of_whole_rows_on_a_mesh_that_splits_sequences():
             rows = enter(psum((batch["x"] @ nn.gather_tree(params)["w"]).sum(1), axes["cp"]), axes["cp"])
             return step.mean(rows.square().sum(), len(rows))
 
-        specs = tree.specs({"w": (3, 4)}, m, init=tree.ones, dtype=F64, strategy=DataParallel.zero1())
+        specs = tree.specs({"w": (3, 4)}, m, init=1.0, dtype=F64, strategy=DataParallel.zero1())
         rows = Layout((8, 6, 3), F64, m, ("dp", "cp", None))
         return step.build(loss_fn, optim.sgd(0.1), specs, {"x": rows})
 

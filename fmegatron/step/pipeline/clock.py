@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from fmegatron.step.pipeline.table import Action, Table, checked, needs, played
 
-__all__ = ["Clock", "Costs", "clock"]
+__all__ = ["Clock", "Costs", "clock", "timed"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,12 @@ def clock(table: Table, costs: Costs | None = None) -> Clock:
 
     Raises ValueError for a table that is wrong (`checked`), or costs of another number of stages.
     """
-    costs = (costs or Costs()).fitting(checked(table).stages)
+    return timed(checked(table), costs)
+
+
+def timed(table: Table, costs: Costs | None = None) -> Clock:
+    """`clock` of a table that is right, or has the forwards of one alone (`forwards`)."""
+    costs = (costs or Costs()).fitting(table.stages)
     free, done = [0.0] * table.ranks, dict[Action, float]()
     spans: list[list[tuple[float, float]]] = [[] for _ in table.rows]
     for rank, unit in played(table):

@@ -30,7 +30,7 @@ from fmegatron.step.reduce import raw_gradient_layout
 from fmegatron.step.torch_private import graph_module_of, outside_of_tracing
 from fmegatron.step.tracing import make_fakes, trace
 
-__all__ = ["PipelineEntry", "Plan"]
+__all__ = ["BoundPipeline", "PipelineEntry", "Plan"]
 
 
 @dataclass(eq=False)
@@ -328,6 +328,10 @@ class BoundPipeline:
         first = self.plan.first()
         self.begin, self.end = None if first is None else first.bind(target), self.plan.last().bind(target)
         self.op, self.library = defined("fmegatron_compiled", name, self, entry.out_meta)
+
+    def part(self, kind: str, stage: int) -> Any:
+        """A part of any rank, as this rank's are: through the passes, not compiled."""
+        return self.plan.entry(kind, stage).bind(self.target)
 
     @property
     def beside(self) -> int:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from fmegatron.layout import Mesh
+from fmegatron.layout import Mesh, Split
 from fmegatron.step.pipeline import schedules
-from fmegatron.step.pipeline.clock import Costs
+from fmegatron.step.pipeline.clock import Clock, Costs, clock
 from fmegatron.step.pipeline.greedy import microbatch_of
 from fmegatron.step.pipeline.pictures import picture
-from fmegatron.step.pipeline.stages import Stages, balanced, read_stages
-from fmegatron.step.pipeline.table import Table, checked
+from fmegatron.step.pipeline.stages import Stages, balanced, counted, read_stages
+from fmegatron.step.pipeline.table import Message, Table, checked, messages
 
 __all__ = ["Pipeline", "Pipelining", "Scheduled", "by_stages"]
 
@@ -61,6 +61,21 @@ class Pipeline:
         """How many microbatches there are."""
         return self.table.microbatches
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What crosses ranks in a step."""
+        return messages(self.table)
+
+    def clock(self, costs: Mapping[str, float | tuple[float, ...]]) -> Clock:
+        """When each action of the table runs; costs: {"F": ..., "B": ...} as `Costs` has them."""
+        return clock(self.table, Costs(**costs))
+
+    def split(self, mesh: Mesh, blocks: int) -> Split | None:
+        """How the layers of a stack, a block each, lie over pp: with their stages (`tree.specs(stacked=)`); None where
+        pp is 1."""
+        del blocks
+        return Split("pp", sizes=self.stages, order=tuple(self.table.place)) if mesh["pp"] > 1 else None
+
     def on(self, ranks: int, blocks: int) -> Pipeline:
         """Itself: as options are one on so many ranks of pp, of so many blocks."""
         del ranks, blocks
@@ -91,10 +106,10 @@ class Pipelining:
     Raises ValueError for another schedule, and for what does not go with it.
     """
 
-    schedule: str = _named("1f1b")
-    stages: str = _named("")
-    chunks: int = _named(0)
-    memory: float = _named(0.0)
+    schedule: str = _named("1f1b")  # gpipe, 1f1b, interleaved, zb_h1, zb_v, dualpipe_v, greedy, greedy_v
+    stages: str = _named("")  # blocks of each stage, "3,4,4,1", or Megatron's layout; empty: balanced
+    chunks: int = _named(0)  # stages a rank; 0: as stages or the schedule have them
+    memory: float = _named(0.0)  # of greedy ones, microbatches of all its stages that a rank may hold; 0: no limit
 
     def __post_init__(self):
         if self.schedule not in _CHUNKS:
@@ -149,6 +164,14 @@ class Pipelining:
             return read_stages(self.stages, len(blocks), mtp, "pipeline.stages")
         return Stages(balanced(blocks, place, first, last))
 
+    def split(self, mesh: Mesh, blocks: int) -> Split | None:
+        """How so many layers of a stack, a block each, lie over pp: with their stages (`tree.specs(stacked=)`); None
+        where pp is 1. Raises ValueError for what does not go together."""
+        if mesh["pp"] == 1:
+            return None
+        place = self.place(mesh["pp"], blocks)
+        return Split("pp", sizes=self.cut(place, [1.0] * blocks).sizes, order=tuple(place))
+
     def table(self, place: Sequence[int], microbatches: int, costs: Costs | None = None) -> Table:
         """The table of the schedule on stages at `place`; `costs` are asked by greedy ones.
 
@@ -169,14 +192,26 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class Scheduled(Pipelining):
-    """As many microbatches by these options: a `Pipeline`, once ranks and blocks are known."""
+    """As many microbatches by these options: a `Pipeline`, once ranks and blocks are known.
+
+    ranks: of pp; 0: not known yet. Where they are known, `print` shows the table.
+    """
 
     microbatches: int = 1
+    ranks: int = 0
 
     def on(self, ranks: int, blocks: int) -> Pipeline:
         """On so many ranks of pp, of so many blocks. Raises ValueError for what does not go together."""
         place = self.place(ranks, blocks)
         return Pipeline(self.table(place, self.microbatches), self.cut(place, [1.0] * blocks).sizes)
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return repr(self)
+        blocks, mtp = counted(self.stages, "pipeline.stages")  # the table asks for the number of stages alone
+        table = self.table(self.place(self.ranks, blocks, mtp), self.microbatches)
+        sizes = self.stages or "balanced, once a trace has counted them"
+        return f"{picture(table)}\nblocks of each stage: {sizes}"
 
 
 def by_stages(microbatches: int | Pipelining | Pipeline, mesh: Mesh) -> tuple[int, Scheduled | Pipeline | None]:
@@ -187,4 +222,5 @@ def by_stages(microbatches: int | Pipelining | Pipeline, mesh: Mesh) -> tuple[in
     count = microbatches if isinstance(microbatches, int) else microbatches.microbatches
     if mesh["pp"] == 1:
         return count, None
-    return count, Pipelining().of(count) if isinstance(microbatches, int) else microbatches
+    found = Pipelining().of(count) if isinstance(microbatches, int) else microbatches
+    return count, replace(found, ranks=mesh["pp"]) if isinstance(found, Scheduled) else found

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Stages", "balanced", "read_layout", "read_stages"]
+__all__ = ["Stages", "balanced", "counted", "read_layout", "read_stages"]
 
 _MOST = 10_000  # letters and stages of a layout: more is a slip in a number
 
@@ -76,6 +76,14 @@ def read_stages(text: str, blocks: int, mtp: int = 0, where: str = "stages") -> 
         sizes.append(int(part))
         at += len(part) + 1
     return _counted(Stages(tuple(sizes)), text, blocks, where)
+
+
+def counted(text: str, where: str = "stages") -> tuple[int, int]:
+    """(blocks, modules that predict further tokens) that stages as text have. ValueError for what cannot be read."""
+    if re.search(r"[^\d,\s]", text):
+        letters = [letter for letter, _ in _letters(text, where)]
+        return letters.count("t"), letters.count("m")
+    return sum(int(part) for part in text.split(",") if part.strip().isdecimal()), 0
 
 
 def _counted(stages: Stages, text: str, blocks: int, where: str) -> Stages:

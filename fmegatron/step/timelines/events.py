@@ -60,9 +60,9 @@ class Timeline:
 
     @property
     def lanes(self) -> list[str]:
-        """Computation first, then the others by their first event."""
+        """Computation first, ranks of a pipeline, then the others by their first event."""
         names = dict.fromkeys(e.lane for e in sorted(self.events, key=lambda e: e.start))
-        return sorted(names, key=lambda name: name != COMPUTE)
+        return sorted(names, key=lambda name: (name != COMPUTE, not name.startswith("pp ")))
 
     def picture(self, width: int = 110) -> str:
         """One row of `width` characters per lane: `[F0==]` runs, `....` waits for a collective; a legend below."""
@@ -79,6 +79,8 @@ class Timeline:
                 row[a:b] = "." * (b - a) if event.waits else _block(event.name, b - a)
             rows.append(f"{lane:{names}s} {''.join(row).rstrip()}")
         rows.append("[F0==] runs, .... waits; G gather, R reduce-scatter, A all-reduce, F B a layer forward, backward")
+        if any(lane.startswith("pp ") for lane in self.lanes):
+            rows.append("pp: a rank's actions, F forward, B gradient of the input, W of the weights, by microbatch")
         return "\n".join(rows)
 
     def _share(self) -> str:

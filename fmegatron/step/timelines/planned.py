@@ -22,7 +22,9 @@ from fmegatron.step.graph.nodes import (
     node_of,
     start_of,
 )
+from fmegatron.step.pipeline.entry import BoundPipeline
 from fmegatron.step.timelines.events import COMPUTE, Event, Timeline
+from fmegatron.step.timelines.stages import clock_of, events_of, seconds_of_ends
 from fmegatron.step.torch_private import Op, opname
 
 __all__ = ["PaperWorld", "Rates", "launched", "launches", "planned"]
@@ -136,6 +138,11 @@ def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned")
                 flush(clock)
                 events.append(Event(names[source], COMPUTE, clock, ends[source], waits=True))
                 clock = ends[source]
+        elif isinstance(entry_of(node), BoundPipeline):
+            flush(clock)
+            found = list(_by_stages(entry_of(node), rates, clock))
+            events += found
+            clock = max(e.end for e in found)
         else:
             took = _seconds_of(node, rates)
             if is_layer(node):
@@ -147,6 +154,30 @@ def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned")
             clock += took
     flush(clock)
     return Timeline(tuple(events), title, "units" if rates is None else "s")
+
+
+def _by_stages(bound: BoundPipeline, rates: Rates | None, begin: float) -> Iterator[Event]:
+    """What a pipeline does that begins then: its ends are brought together, the table runs, sums over pp are made.
+
+    Without rates messages take nothing, and an action of which nothing is known takes 1.
+    """
+
+    def seconds(graph: fx.Graph) -> float:
+        return planned(graph, rates).duration
+
+    first, last = seconds_of_ends(bound, seconds)
+    found, costs = clock_of(
+        bound,
+        seconds if rates is not None else lambda graph: seconds(graph) or 1.0,
+        lambda nbytes: 0.0 if rates is None else rates.latency + nbytes / rates.network,
+    )
+    if first:
+        yield Event("begin", COMPUTE, begin, begin + first, detail="embedding and head brought to their stages")
+    begin += first
+    yield Event("table", COMPUTE, begin, begin + found.duration, detail=bound.plan.table.name)
+    yield from events_of(bound, found, costs, begin)
+    begin += found.duration
+    yield Event("end", COMPUTE, begin, begin + last, detail="gradients of ends and metrics summed over pp")
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
@@ -167,9 +198,14 @@ def _seconds_on_the_wire(start: fx.Node, rates: Rates | None) -> float:
     return rates.latency + whole * (2 if kind(start) == "reduce" else 1) / rates.network
 
 
+def _units_of(layer: str) -> float:
+    """A forward 1, a backward 2, each half of one that a pipeline has cut 1."""
+    return 2.0 if "_bwd_" in layer and "_bwd_dx_" not in layer and "_bwd_dw_" not in layer else 1.0
+
+
 def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
     if rates is None:
-        return (2.0 if "_bwd_" in entry_of(node).op.name() else 1.0) if is_layer(node) else 0.0
+        return _units_of(entry_of(node).op.name()) if is_layer(node) else 0.0
     if is_layer(node):
         inner = entry_of(node).graph_module.graph
         return sum(_seconds_of(n, rates) for n in inner.nodes if n.op == "call_function" and not is_start(n))
