@@ -152,7 +152,7 @@ INTERNAL = (
     ("optim", "optim.contrib.rotated_adam", "scale_by_soap"),
     ("optim", "optim.guard", "Spike"),
     ("optim", "optim.momentum", "accumulate_momentum"),
-    ("optim", "optim.orthogonalized", "fused_parts scale_by_muon"),
+    ("optim", "optim.orthogonalized", "scale_by_muon"),
     ("optim", "optim.schedule", "Schedule"),
     ("optim", "optim.sign_descent", "scale_by_lion"),
     ("optim.contrib", "optim.contrib.blockwise", "float16"),
@@ -194,7 +194,7 @@ INTERNAL = (
     (
         "tree",
         "tree.structure",
-        "did_you_mean flatten in_words map_with_path neither_norm_nor_bias structure_difference Tree unflatten",
+        "did_you_mean flatten in_words map_with_path structure_difference Tree unflatten",
     ),
 )
 
@@ -213,6 +213,7 @@ REPLACED = (
     ("nn", "balance_loss", "fmegatron.nn.routing.expert_probs, and Mixer.losses"),
     ("nn", "grouped_mm", "nn.grouped_matmul"),
     ("optim", "adafactor", "optim.contrib.adafactor"),
+    ("optim", "fused_parts", "optim.muon, which takes parts as layouts say (Layout.beside)"),
     ("optim", "soap", "optim.contrib.soap"),
     ("optim", "compressed", "optim.contrib.compressed"),
     ("optim", "mup_init", "optim.contrib.mup_init"),
@@ -223,6 +224,7 @@ REPLACED = (
     ("tree", "Constant", "the number itself: init=-2.0"),
     ("tree", "ones", "the number itself: init=1.0"),
     ("tree", "zeros", "the number itself: init=0.0"),
+    ("tree", "neither_norm_nor_bias", "Layout.is_matrix: dims behind those that count layers or experts, no names"),
     ("step", "Declared", "tree.place(arrays, layouts): arrays know their layouts; jit(check=False) is the switch"),
 )
 

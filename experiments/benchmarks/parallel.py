@@ -28,7 +28,6 @@ from races import flags_of
 from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step.costs import least_traffic, state_bytes
 from fmegatron.step.timelines.planned import launches as launches_of_step
 from fmegatron.testing.measure import paired_seconds, report
@@ -117,7 +116,7 @@ class Form:
         self.batch = tree.place(self.batch, rows, world.rank)
         specs, axes = model.specs(config, mesh, strategy=strategy), Axes(mesh)
         layouts = tree.layouts(specs)
-        optimizer = optimizer_of(optimizer, config)
+        optimizer = optimizer_of(optimizer)
         loss = functools.partial(model.loss, decoder=config, axes=axes, save=save)
         update = step.build_train_step(loss, optimizer, layouts, axes, strategy=strategy)
         self.train, self.mesh = step.jit(update, donate=0, world=world, backend=backend, overlap=overlap), mesh
@@ -163,11 +162,11 @@ def gathers_ahead(launches: list[str]) -> int:
     return sum(any(name[0] in "FB" for name in names) for names in between)
 
 
-def optimizer_of(name: str, config):
+def optimizer_of(name: str):
     """The optimizers that are compared."""
     if name == "adamw":
         return optim.adamw(LR)
-    return optim.muon(LR, parts=fused_parts(model.layouts(config, Mesh(tp=1))))
+    return optim.muon(LR)
 
 
 def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: int) -> dict:

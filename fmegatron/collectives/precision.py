@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fmegatron.collectives.wires import Wire
-from fmegatron.layout import Layout
 from fmegatron.tree import structure
 
 __all__ = ["Precision"]
@@ -81,14 +80,10 @@ class Precision:
     def wires(self, layouts: structure.Tree) -> structure.Tree:
         """How each leaf travels: the tree of `layouts` with a Wire for each.
 
-        Vectors are leaves of one dim or none, and those of stacks of them, which are known by their path: "norm" or
-        "bias" is in it (`tree.structure.neither_norm_nor_bias`).
+        Vectors are leaves of one dim or none, and stacks of them, whose layouts know dims that count layers or experts
+        (`Layout.lead`, of specs `stacked`).
         """
-
-        def wire_of(path: str, layout: Layout) -> Wire:
-            return self.wire if len(layout.shape) > 1 and structure.neither_norm_nor_bias(path) else self.vector
-
-        return structure.map_with_path(wire_of, layouts)
+        return structure.map(lambda layout: self.wire if layout.is_matrix else self.vector, layouts)
 
     # ---- the usual ones
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -13,6 +12,7 @@ import torch
 
 from fmegatron.layout.boxes import Box, Shard, block_of, boxes_of, row_major_strides
 from fmegatron.layout.dtypes import dtype_from_name, dtype_name
+from fmegatron.layout.label import Label
 from fmegatron.layout.mesh import Mesh
 from fmegatron.layout.notation import Entry, entry, entry_axes, entry_from_json, entry_to_json, names, on_mesh, one_line
 from fmegatron.layout.picture import picture_svg, picture_text
@@ -30,34 +30,6 @@ from fmegatron.layout.split import (
 MEMORIES = ("device", "host", "host-update")
 
 
-class Label:
-    """A layout as an attribute of arrays. layout: that they have.
-
-    torch pickles the attributes of a tensor: the pickle of a label is an empty OrderedDict, which a file that is opened
-    with weights_only=True may hold, and which states nothing.
-    """
-
-    __slots__ = ("layout",)
-
-    def __init__(self, layout: Layout):
-        self.layout = layout
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Label) and self.layout == other.layout)
-
-    def __hash__(self) -> int:
-        return hash(self.layout)
-
-    def __repr__(self) -> str:
-        return f"Label({self.layout})"
-
-    def __deepcopy__(self, memo: dict) -> Label:
-        return self
-
-    def __reduce__(self):
-        return OrderedDict, ()
-
-
 @dataclass(frozen=True)
 class Layout:
     """Where the elements of a global array are on a mesh.
@@ -73,6 +45,10 @@ class Layout:
     in no box and no file. False where all divides. A number: ranges, too, where they divide, are multiples of so many
     elements, so that no edge cuts a block of a state in 8 bits; True where they are without it.  memory: where arrays
     rest, "device", "host", or "host-update", on the host and updated there: see `step.state_specs`.
+
+    What the dims mean, beside where elements are: layouts that differ in it alone are equal, and no file has it.  lead:
+    how many leading dims count arrays (layers, experts), so that a stack of norms [L, D] is one of vectors.  beside:
+    widths of the matrices that lie side by side in the last dim (q, k, v), () for one; of an interleaved one its parts.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim,
     ranges from a dim that is not there.
@@ -93,6 +69,8 @@ class Layout:
     padded: int = field(default=False, kw_only=True)
     flat_from: int = field(default=0, kw_only=True)
     memory: str = field(default="device", kw_only=True)
+    lead: int = field(default=0, kw_only=True, compare=False)
+    beside: tuple[int, ...] = field(default=(), kw_only=True, compare=False)
 
     def __post_init__(self):
         put = object.__setattr__
@@ -148,6 +126,15 @@ class Layout:
         put(self, "padded", self._unit_of_ranges)
         even = self._divides_otherwise and all(cut.equal_shares for cut in self.cuts)
         put(self, "padded", self.padded if self.padded > 1 else bool(self.padded) and not even)
+        if given and isinstance(last := given[-1], Split) and not last.assigned:  # also over an axis of size 1
+            put(self, "beside", last.lengths(self.shape[-1]))
+        whole = len(self.beside) > 1 and sum(self.beside) == self.shape[-1]  # of another shape these are not the parts
+        put(self, "beside", tuple(self.beside) if whole else ())
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of matrices: it has two dims or more behind those that count arrays."""
+        return len(self.shape) - self.lead > 1
 
     def _canonical(self, value: Entry, size: int) -> Entry:
         """The entry of a dim: assigned pieces with their sizes, or as the plain split that is the same."""
@@ -178,7 +165,7 @@ class Layout:
         return (*own, self.flat_from, self.memory) if self.flat_from or self.memory != "device" else own
 
     def __reduce__(self):  # cached values and the hash must not travel
-        return _rebuild, self._values
+        return _rebuild, ((*self._values, 0, "device")[:9], self.lead, self.beside)
 
     @cached_property
     def _hash(self) -> int:
@@ -495,6 +482,7 @@ class Layout:
         return Layout(shape, dtype, mesh, spec, **axes, **how)
 
 
-def _rebuild(shape, dtype, mesh, spec, unreduced, flat, *rest) -> Layout:
-    how = dict(zip(("padded", "flat_from", "memory"), rest, strict=False))
+def _rebuild(values: tuple, lead: int, beside: tuple[int, ...]) -> Layout:
+    shape, dtype, mesh, spec, unreduced, flat, padded, flat_from, memory = values
+    how = {"padded": padded, "flat_from": flat_from, "memory": memory, "lead": lead, "beside": beside}
     return Layout(shape, dtype, mesh, spec, unreduced=unreduced, flat=flat, **how)

@@ -80,9 +80,9 @@ def specs(
         if array.parts and len(spec) == len(array.shape) and (axes := spec[-1]) and not isinstance(axes, Split):
             spec = (*spec[:-1], Split(axes, array.parts))
         dtype = torch.promote_types(decoder.param_dtype, torch.float32) if array.wide else decoder.param_dtype
-        layout = Layout(array.shape, dtype, mesh, spec)
         found = decoder.stacks.get(path.partition("/")[0])
         stack = () if found is None else (0,)
+        layout = Layout(array.shape, dtype, mesh, spec, lead=len(stack) + array.lead, beside=array.parts)
         trunk = found is not None and max(found.depths) < decoder.layers
         if found is not None and trunk and mesh["pp"] > 1:  # those of a rank's stages
             layout = layout.replace(spec=(_by_stages(found.depths, stage_of), *layout.spec[1:]), padded=True)

@@ -24,7 +24,8 @@ class Array:
     divided by the root of the number of such arrays on the way (GPT-2). init: of every element, where it is
     a number. used: share of it that one token multiplies with. kept: axes of the data that still split it when a block
     uses it (experts). full: no strategy splits it over the data axes, since a rule after the step sets it on every rank
-    (`post_update`). wide: it is fp32 or wider at rest and in a step, whatever the dtypes of the model are.
+    (`post_update`). wide: it is fp32 or wider at rest and in a step, whatever the dtypes of the model are. lead: how
+    many leading dims count arrays (experts).
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Array:
     kept: tuple[str, ...] = ()
     full: bool = False
     wide: bool = False
+    lead: int = 0
 
 
 Arrays: TypeAlias = Array | Mapping[str, "Arrays"]

@@ -106,7 +106,7 @@ class MoE(PerToken):
         """{"router": [D, E], "up": [E, D, 2F], "down": [E, F, D]}, "shared", and biases."""
         E, F, used, zero = self.router.experts, self.ffn_dim, self.router.top_k / self.router.experts, 0.0
         parts = (F, F) if self.limit is None else ()
-        fixed = {"kept": self.ep, "used": used}
+        fixed = {"kept": self.ep, "used": used, "lead": 1}
         fsdp, tp = (None if name in self.ep else name for name in ("fsdp", "tp"))
         down = Array((E, F, dim), (self.ep, tp, fsdp), residual=True, **fixed)
         out: dict[str, Any] = {"up": Array((E, dim, 2 * F), (self.ep, fsdp, tp), parts, **fixed), "down": down}
@@ -117,8 +117,8 @@ class MoE(PerToken):
             out["shares"] = Array((E,), init=1 / E, full=True, wide=True)
         if self.biases:
             out["router_bias"] = Array((E,), init=zero)
-            out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep)
-            out["bias_down"] = Array((E, dim), (self.ep,), init=zero, kept=self.ep)
+            out["bias_up"] = Array((E, 2 * F), (self.ep, tp), parts, zero, kept=self.ep, lead=1)
+            out["bias_down"] = Array((E, dim), (self.ep,), init=zero, kept=self.ep, lead=1)
         return out | ({} if self.shared is None else {"shared": self.shared.arrays(dim)})
 
     def check_mesh(self, mesh: Mesh) -> None:

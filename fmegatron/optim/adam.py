@@ -42,8 +42,8 @@ def adamw(
         b2: decay rate of the second moment, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: λ, 0 or more.
-        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
-            biases (`tree.structure.neither_norm_nor_bias`).
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default
+            matrices, and stacks of them (`Layout.is_matrix`), not norms and biases.
 
     Raises:
         ValueError: values outside of their range.
@@ -83,13 +83,13 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
 
 @recorded
 def add_decayed_weights(weight_decay: float, decay: Where | None = None) -> Transform:
-    """u -> u + weight_decay·p on the leaves that `decay` selects (see `adamw`)."""
+    """u -> u + weight_decay·p on the leaves that `decay` selects; None: on matrices (see `adamw`)."""
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay: got {weight_decay}, wanted 0 or more, such as 0.1")
     if weight_decay == 0:
         return stateless(lambda updates, params, count: updates)
     add = stateless(lambda updates, params, count: tree.map(lambda u, p: u + weight_decay * p, updates, params))
-    return masked(add, structure.neither_norm_nor_bias if decay is None else decay)
+    return masked(add, decay)
 
 
 @recorded

@@ -15,8 +15,8 @@ from fmegatron.optim.from_transforms import Optimizer, optimizer
 from fmegatron.optim.rates_in_state import Settable
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
-from fmegatron.optim.transform import Transform, masked, stateless
-from fmegatron.tree import structure
+from fmegatron.optim.transform import Transform, masked_by, stateless
+from fmegatron.tree import labels, structure
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def grouped(
     weight_decay: float = 0.1,
     multipliers: Mapping[str, float] | None = None,
     choose: Callable[[str], str] | None = None,
+    vectors: str | None = None,
     **transforms: Transform,
 ) -> Optimizer:
     """An optimizer whose leaves are trained by the first rule that matches their path, and by default without one.
@@ -80,9 +81,10 @@ def grouped(
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
         rules: (pattern, Group), first match wins; a pattern is a regular expression over full segments of the path, as
             in layout.Rules.
-        weight_decay: of leaves without their own, norms and biases excepted (they have 0).
+        weight_decay: of matrices without their own; vectors (norms, biases), and stacks of them, have 0.
         multipliers: path -> factor on the rate (`mup_multipliers`).
         choose: path -> name of the transform where no rule names one; None: the first transform.
+        vectors: name of the transform of what is no matrix (`Layout.is_matrix`), where no rule names one; None: as all.
         transforms: named directions; each sees the leaves that are its own, under its name in the state.
 
     Raises:
@@ -106,12 +108,13 @@ def grouped(
     def group_of(path: str) -> Group:
         return next((group for pattern, group in table if pattern.search(path)), Group())
 
-    def direction_of(path: str) -> str:
-        return group_of(path).optimizer or (choose(path) if choose else first)
+    def direction_of(path: str, leaf: Any) -> str:
+        of_all = vectors if vectors is not None and not labels.is_matrix(leaf) else choose(path) if choose else first
+        return group_of(path).optimizer or of_all
 
-    def decay_of(path: str) -> float:
+    def decay_of(path: str, leaf: torch.Tensor) -> float:
         own = group_of(path).weight_decay
-        return own if own is not None else weight_decay if structure.neither_norm_nor_bias(path) else 0.0
+        return own if own is not None else weight_decay if labels.is_matrix(leaf) else 0.0
 
     def rate_of(path: str) -> tuple[LearningRate, float]:
         group = group_of(path)
@@ -123,14 +126,14 @@ def grouped(
 
     def add_decay(updates: structure.Tree, params: structure.Tree, count: torch.Tensor) -> structure.Tree:
         def one(path: str, u: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            return u + decay * p if (decay := decay_of(path)) else u
+            return u + decay * p if (decay := decay_of(path, p)) else u
 
         return structure.map_with_path(one, updates, params)
 
-    def only(name: str) -> Callable[[str], bool]:
-        return lambda path: direction_of(path) == name
+    def only(name: str) -> Callable[[str, Any], bool]:
+        return lambda path, leaf: direction_of(path, leaf) == name
 
-    named = {name: masked(transform, only(name)) for name, transform in transforms.items()}
+    named = {name: masked_by(transform, only(name)) for name, transform in transforms.items()}
     inner = optimizer(**named, decay=stateless(add_decay), rate=scale_by_rates(rate_of, learning_rate))
 
     def init(params: structure.Tree) -> structure.Tree:

@@ -27,8 +27,8 @@ def sgd(
         momentum: between 0 and 1; 0 for none.
         nesterov: look ahead along the momentum.
         weight_decay: λ, 0 or more.
-        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
-            biases (`tree.structure.neither_norm_nor_bias`).
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default
+            matrices, and stacks of them (`Layout.is_matrix`), not norms and biases.
 
     Raises:
         ValueError: values outside of their range.

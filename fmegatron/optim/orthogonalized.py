@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from fmegatron import tree
-from fmegatron.layout import Layout, Split
+from fmegatron.layout import Layout
 from fmegatron.optim.adam import LearningRate, scale_by_adam
 from fmegatron.optim.from_transforms import Optimizer
 from fmegatron.optim.groups import Group, grouped, whole_segments
 from fmegatron.optim.matrices import layouts_of, on_whole_matrices
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.transform import Transform, Where, path_predicate
-from fmegatron.tree import structure
+from fmegatron.tree import labels, structure
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 # Rounding of a Gram matrix grows with each step on it: with bf16 three leave the singular values in [0.65, 1.2], five
@@ -36,7 +36,7 @@ def muon(
     nesterov: bool = True,
     weight_decay: float = 0.1,
     scale: str = "rms",
-    parts: Sequence[tuple[str, Parts]] = (),
+    parts: Sequence[tuple[str, Parts]] | None = None,
     share: tuple[str, ...] = (),
     matrices: Where | None = None,
     rules: Sequence[tuple[str, Group]] = (),
@@ -44,8 +44,8 @@ def muon(
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for everything else, on any mesh.
 
-    With scale="rms" one learning rate serves both. Norms and biases do not decay. Parameters know their layouts (specs,
-    and the arrays of a state or a step); without any all are full, on one rank.
+    With scale="rms" one learning rate serves both. Vectors (norms, biases) do not decay. Parameters know their layouts
+    (specs, and the arrays of a state or a step); without any all are full, on one rank.
 
     Args:
         learning_rate: a number, a `Schedule`, `settable`, or a function of the count (0-d int64 -> 0-d tensor).
@@ -53,10 +53,10 @@ def muon(
         nesterov: look ahead along the momentum.
         weight_decay: λ, 0 or more.
         scale: the size of an update (`scale_by_muon`).
-        parts: leaves whose last dim is made of several matrices (`scale_by_muon`, `fused_parts`).
+        parts: leaves whose last dim is made of several matrices (`scale_by_muon`); None: as their layouts say.
         share: further axes over which the matrices are divided (`scale_by_muon`).
         matrices: the leaves that `scale_by_muon` updates, a function of the path or a list of regular expressions; by
-            default `is_hidden_matrix`.
+            default the matrices, and stacks of them (`Layout.is_matrix`), that `is_hidden_matrix` names.
         rules: those of `grouped` (rates, decay, frozen leaves).
         dtype: of Muon's iteration, and of what is exchanged for it (`scale_by_muon`).
     """
@@ -66,6 +66,7 @@ def muon(
         rules,
         weight_decay=weight_decay,
         choose=lambda path: "muon" if selects(path) else "adam",
+        vectors="adam" if matrices is None else None,
         muon=scale_by_muon(momentum, nesterov, scale=scale, parts=parts, share=share, dtype=dtype),
         adam=scale_by_adam(),
     )
@@ -77,7 +78,7 @@ def scale_by_muon(
     nesterov: bool = True,
     *,
     scale: str = "rms",
-    parts: Sequence[tuple[str, Parts]] = (),
+    parts: Sequence[tuple[str, Parts]] | None = None,
     share: tuple[str, ...] = (),
     steps: int = 5,
     eps: float = 1e-7,
@@ -99,7 +100,7 @@ def scale_by_muon(
             makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
         parts: rules (pattern over full segments of the path, sizes of the consecutive parts of the last dim or their
             number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up
-            by 2. `fused_parts` reads them from layouts.
+            by 2. None: as the layouts say (`Layout.beside`: of a decoder q, k, v and gate, up). (): all are one matrix.
         share: further axes over which the matrices are divided.
         steps: of the iteration, 1 to 99.
         eps: the least norm that a matrix is divided by.
@@ -112,9 +113,11 @@ def scale_by_muon(
         raise ValueError(f"muon: scale: got {scale!r}, wanted one of {', '.join(_SCALES)}")
     if not 1 <= steps < 100:
         raise ValueError(f"muon: steps: got {steps}, wanted 1 to 99, such as 5")
-    table = [(whole_segments(pattern), part) for pattern, part in parts]
+    table = None if parts is None else [(whole_segments(pattern), part) for pattern, part in parts]
 
     def sizes_of(path: str, leaf: torch.Tensor, layout: Layout | None) -> tuple[int, ...] | None:
+        if table is None:
+            return None if layout is None else layout.beside or None
         found = next((part for pattern, part in table if pattern.search(path)), 1)
         return None if found == 1 else _sizes(found, (leaf if layout is None else layout).shape[-1], path)
 
@@ -123,7 +126,7 @@ def scale_by_muon(
 
         def one(path: str, leaf: Any) -> Any:
             layout = layouts[path]
-            if len(leaf.shape) < 2 and not (layout is not None and layout.flat):
+            if not labels.is_matrix(leaf if layout is None else layout):
                 raise ValueError(
                     f"muon: {path}: got shape {tuple(leaf.shape)}, wanted matrices [..., in, out]; leave it to AdamW"
                     " with `matrices`"
@@ -204,35 +207,12 @@ def _steps_on_gram(X: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def is_hidden_matrix(path: str) -> bool:
-    """The default choice of Muon's leaves: no norm, bias, scale, router, embedding (table) or head.
+    """The default choice among matrices, by what they are for, which no dims tell: no router, embedding (table), head.
 
-    >>> [is_hidden_matrix(path) for path in ("blocks/mlp/w_down", "blocks/mlp_norm", "embed/table", "head/w")]
+    >>> [is_hidden_matrix(path) for path in ("blocks/mlp/w_down", "blocks/moe/router", "embed/table", "head/w")]
     [True, False, False, False]
     """
-    return re.search(r"norm|bias|scale|router|embed|table|(?:^|/)(?:lm_)?head(?:/|$)", path, re.IGNORECASE) is None
-
-
-def fused_parts(layouts: structure.Tree) -> list[tuple[str, tuple[int, ...]]]:
-    """The rules `parts` of those leaves whose last dim is interleaved (`Split`): fused QKV, gate and up.
-
-    Take layouts on a mesh that has the axis, even with size 1, so that all meshes do the same:
-    `fused_parts(model.layouts(config, Mesh(tp=1)))`. ValueError where nothing is interleaved.
-    """
-    paths, leaves, _ = structure.flatten(tree.layouts(layouts))
-    found = [
-        ("^" + re.escape(path), layout.parts[-1])
-        for path, layout in zip(paths, leaves, strict=True)
-        if isinstance(layout, Layout)
-        and layout.spec
-        and isinstance(entry := layout.spec[-1], Split)
-        and not entry.assigned
-    ]
-    if not found:
-        raise ValueError(
-            "fused_parts: got layouts without any interleaved dim, wanted some with one; take them on a mesh that has "
-            "the axis which interleaves, even with size 1: fused_parts(model.layouts(config, Mesh(tp=1)))"
-        )
-    return found
+    return re.search(r"router|embed|table|(?:^|/)(?:lm_)?head(?:/|$)", path, re.IGNORECASE) is None
 
 
 def _sizes(parts: Parts, columns: int, path: str) -> tuple[int, ...]:

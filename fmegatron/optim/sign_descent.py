@@ -27,8 +27,8 @@ def lion(
         b1: weight of the momentum in the direction, in [0, 1).
         b2: decay rate of the momentum, in [0, 1).
         weight_decay: λ, 0 or more.
-        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
-            biases (`tree.structure.neither_norm_nor_bias`).
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default
+            matrices, and stacks of them (`Layout.is_matrix`), not norms and biases.
 
     Raises:
         ValueError: values outside of their range.

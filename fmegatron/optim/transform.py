@@ -6,13 +6,13 @@ of it). Leaves of a tree may be absent: None, which optree treats as an empty no
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fmegatron import tree
 from fmegatron.optim.recorded import recorded
-from fmegatron.tree import structure
+from fmegatron.tree import labels, structure
 
 Where = Callable[[str], bool] | Sequence[str]
 
@@ -82,27 +82,32 @@ def require_named(who: str, unnamed: tuple, transforms: dict) -> None:
 
 
 @recorded
-def masked(transform: Transform, where: Where) -> Transform:
+def masked(transform: Transform, where: Where | None) -> Transform:
     """Apply a transform to the leaves that `where` selects; the others pass unchanged and have no state.
 
     `where` is a function of the path ("blocks/mlp/w_down") or a list of regular expressions, of which one must be found
-    in it.
+    in it; None: matrices, and stacks of them (`Layout.is_matrix`).
     """
+    if where is None:
+        return masked_by(transform, lambda path, leaf: labels.is_matrix(leaf))
     selects = path_predicate(where)
+    return masked_by(transform, lambda path, leaf: selects(path))
 
-    def selected(x: structure.Tree) -> structure.Tree:
-        return structure.map_with_path(lambda path, leaf: leaf if selects(path) else None, x)
+
+def masked_by(transform: Transform, selects: Callable[[str, Any], bool]) -> Transform:
+    """`masked` by a function of path and parameter: a tensor or an ArraySpec."""
 
     def init(params: structure.Tree) -> structure.Tree:
-        return transform.init(selected(params))
+        return transform.init(structure.map_with_path(lambda path, p: p if selects(path, p) else None, params))
 
     def update(
         updates: structure.Tree, state: structure.Tree, params: structure.Tree, count: torch.Tensor
     ) -> tuple[structure.Tree, structure.Tree]:
-        mine = selected(updates)
+        mine = structure.map_with_path(lambda path, u, p: u if selects(path, p) else None, updates, params)
         if not tree.leaves(mine):
             return updates, state
-        changed, state = transform.update(mine, state, selected(params), count)
+        own = structure.map_with_path(lambda path, p: p if selects(path, p) else None, params)
+        changed, state = transform.update(mine, state, own, count)
         return tree.merge(changed, updates), state
 
     return Transform(init, update)

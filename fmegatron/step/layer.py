@@ -127,6 +127,7 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
         fix = by_stages if layout.shape and layout.axes(0) == ("pp",) else "name the axis on another dim"
         raise ValueError(f"{path}: got {layout}, wanted a stack [L, ...] whose dim 0 is not split; {fix}")
     how = {"flat": layout.flat, "flat_from": max(0, layout.flat_from - 1), "padded": layout.padded}
+    how |= {"lead": max(0, layout.lead - 1), "beside": layout.beside}
     return Layout(layout.shape[1:], layout.dtype, layout.mesh, layout.spec[1:], **how)
 
 

@@ -8,12 +8,14 @@ are what they are without it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fmegatron.layout import Layout, layout
 from fmegatron.tree.structure import Tree
 
-__all__ = ["alike", "in_memory", "label_of", "labelled", "layout_of"]
+__all__ = ["alike", "in_memory", "is_matrix", "label_of", "labelled", "layout_of"]
 
 
 def layout_of(x: Tree) -> Layout | None:
@@ -29,6 +31,17 @@ def label_of(x: Tree) -> layout.Label | None:
     """What a tensor carries its layout in, one object for each layout, which is quick to compare; None: not known."""
     label = getattr(x, "_layout", None)
     return label if isinstance(label, layout.Label) else None
+
+
+def is_matrix(leaf: Any) -> bool:
+    """Whether an array, or one of which there is a spec or a Layout, is a matrix or a stack of some, not of vectors.
+
+    By default only such leaves decay, and only their gradients travel in 16 bits. Of an array whose layout is known
+    `Layout.is_matrix`, which knows dims that count layers or experts; else by its own dims, 2 or more.
+    """
+    layout = leaf if isinstance(leaf, Layout) else getattr(leaf, "layout", None)
+    layout = layout if isinstance(layout, Layout) else layout_of(leaf)
+    return len(leaf.shape) > 1 if layout is None else layout.is_matrix
 
 
 def labelled(x: torch.Tensor, layout: Layout) -> torch.Tensor:

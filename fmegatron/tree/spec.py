@@ -60,7 +60,7 @@ class ArraySpec:
     bfloat16 parameter begins as the parameter, not as the number that was rounded to it. Empty but in copies.
     strategy: by which the array is sharded at rest, and by which its gradient, its optimizer's state and the rows of a
     batch follow (`strategy_of`); None: as the layout states, and all else likewise.
-    stacked: whether dim 0 counts layers.
+    stacked: whether dim 0 counts layers; its layout then knows it, too (`Layout.lead`).
     saved: whether checkpoints hold it. What they do not hold, buffers and caches, a restore makes anew of `init`, which
     then is a number.
     init: `Normal(std)`, `Uniform(lo, hi)`, or the number that every element is; 0 by default.
@@ -80,6 +80,8 @@ class ArraySpec:
         object.__setattr__(self, "init", initial(self.init))
         if not self.saved and not isinstance(self.init, Constant):
             raise ValueError(f"ArraySpec: got saved=False and {self.init}, wanted a number: a restore has no key")
+        if self.stacked and not self.layout.lead:
+            object.__setattr__(self, "layout", self.layout.replace(lead=1))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ Layouts and ArraySpecs are dataclasses, so they are leaves. Dict keys are sorted
 from __future__ import annotations
 
 import difflib
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -188,16 +187,6 @@ def did_you_mean(name: str, candidates: list[str]) -> str:
     """' (did you mean ...?)' with the nearest candidates, or nothing when none is near."""
     near = difflib.get_close_matches(name, candidates, n=2, cutoff=0.6)
     return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def neither_norm_nor_bias(path: str) -> bool:
-    """Whether neither "norm" nor "bias" stands in the path, in any case: such are stacks of matrices, not of
-    vectors. By default only such leaves decay, and only their gradients travel in 16 bits.
-
-    >>> neither_norm_nor_bias("blocks/attention/wqkv"), neither_norm_nor_bias("blocks/attention_norm")
-    (True, False)
-    """
-    return re.search("norm|bias", path, re.IGNORECASE) is None
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,6 @@ from fmegatron.collectives import Axes, connect
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model.array_specs import init
 from fmegatron.optim.guard import Spike
-from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step import build_train_step, check, jit, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -20,8 +19,7 @@ ONE = Mesh(dp=1, fsdp=1, tp=1)
 def make_optimizer(share=()):
     """Muon that skips bad steps, with an embedding that learns slower and a frozen norm."""
     rules = [("embed", optim.Group(lr=0.3)), ("final_norm", optim.Group(frozen=True))]
-    parts = fused_parts(model.layouts(tiny.CONFIG, ONE))
-    opt = optim.muon(optim.cosine(1e-2, 20), parts=parts, share=share, rules=rules)
+    opt = optim.muon(optim.cosine(1e-2, 20), share=share, rules=rules)
     return optim.skip_nonfinite(opt, clip_norm=1.0, spike=Spike(), loss_scale=optim.LossScale())
 
 

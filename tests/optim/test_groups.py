@@ -1,5 +1,7 @@
 """Parameter groups: rates, decay, choice of optimizer, frozen leaves without gradient and state, muP, and errors."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -156,6 +158,7 @@ def mup_specs(width):
         return ArraySpec(Layout(shape, torch.float32, Mesh(dp=1)), init or Normal(0.02))
 
     blocks = {"w": spec(2, width, 4 * width), "norm": spec(2, width, init=1.0)}
+    blocks = {name: dataclasses.replace(x, stacked=True) for name, x in blocks.items()}
     return {"embed": {"table": spec(50, width)}, "blocks": blocks, "head": {"w": spec(width, 50)}}
 
 

@@ -8,15 +8,21 @@ import pytest
 import torch
 
 from fmegatron import optim, tree
-from fmegatron.layout import Layout, Mesh, Split
+from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import contrib
-from fmegatron.optim.orthogonalized import COEFFICIENTS, fused_parts, orthogonalize, scale_by_muon
+from fmegatron.optim.orthogonalized import COEFFICIENTS, orthogonalize, scale_by_muon
 
 STEPS = 12
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def stacked(params, layers):
+    """Params that know which of them are stacks of layers: `layers` is a pattern of their paths."""
+    specs = tree.specs(tree.map(lambda x: tuple(x.shape), params), Mesh(), dtype=torch.float64, stacked=layers)
+    return tree.place(params, specs)
 
 
 def newton_schulz(G, steps=5, eps=1e-7):
@@ -47,6 +53,7 @@ def reference_muon(w, grads, lr, momentum, nesterov, weight_decay, scale):
 def test_muon_is_the_papers_matrix_by_matrix(scale, nesterov):
     """Stacks, tall and wide, square; q, k, v and heads as matrices of their own; AdamW for the rest."""
     params = {"blocks": {"wqkv": draw(3, 6, 12), "w_gate_up": draw(3, 6, 8), "down": draw(3, 8, 6)}, "norm": draw(3, 6)}
+    params = stacked(params, ".*")
     parts = {"blocks/wqkv": (6, 3, 3), "blocks/w_gate_up": (4, 4), "blocks/down": (6,)}
     grads = [tree.map(lambda x, i=i: draw(*x.shape, seed=i + 1), params) for i in range(STEPS)]
     rules = [("wqkv", (6, 3, 3)), ("blocks/w_gate_up", 2)]
@@ -61,7 +68,7 @@ def test_muon_is_the_papers_matrix_by_matrix(scale, nesterov):
             pieces = [[g["blocks"][leaf][layer].split(list(sizes), -1)[i] for g in grads] for i in range(len(sizes))]
             wanted = [reference_muon(w, g, 0.02, 0.9, nesterov, 0.1, scale) for w, g in zip(whole, pieces, strict=True)]
             torch.testing.assert_close(got["blocks"][leaf][layer], torch.cat(wanted, -1), rtol=1e-11, atol=1e-12)
-    adam, alone = optim.adamw(0.02), {"norm": params["norm"]}
+    adam, alone = optim.adamw(0.02), {"norm": params["norm"]}  # it knows that it is a stack
     state = adam.init(alone)
     for g in grads:
         alone, state = adam.update({"norm": g["norm"]}, state, alone)
@@ -144,16 +151,6 @@ def test_the_first_rule_of_parts_decides():
     assert not torch.equal(moved(("wq", 4)), moved(("w.*", 2)))
 
 
-def test_fused_parts_come_from_the_layouts():
-    mesh = Mesh(fsdp=1, tp=1)
-    layouts = {
-        "a": {"wqkv": Layout((2, 4, 8), torch.float32, mesh, (None, "fsdp", Split("tp", (4, 2, 2))))},
-        "up": Layout((4, 6), torch.float32, mesh, (None, Split("tp", 2))),
-        "wo": Layout((4, 6), torch.float32, mesh, ("tp",)),
-    }
-    assert fused_parts(layouts) == [("^a/wqkv", (4, 2, 2)), ("^up", (3, 3))]
-
-
 def test_lion_is_algorithm_2():
     p, m, lr, b1, b2, decay = draw(5, 3), torch.zeros(5, 3, dtype=torch.float64), 0.01, 0.9, 0.99, 0.3
     opt = optim.lion(lr, b1, b2, decay)
@@ -171,7 +168,7 @@ def test_lion_is_algorithm_2():
 @pytest.mark.parametrize("weight_decay, clip", [(0.0, 1.0), (0.1, 1.5)])
 def test_adafactor_is_torchs_layer_by_layer(weight_decay, clip):
     """torch caps the rate by 1/√t, which 0.01 is below; a stacked leaf is its layers, each a parameter of torch."""
-    params = {"w": draw(3, 6, 4), "norm": draw(3, 5), "scale": draw()}
+    params = stacked({"w": draw(3, 6, 4), "norm": draw(3, 5), "scale": draw()}, "w|norm")
     leaves = {
         (path, i): layer.clone().requires_grad_()
         for path, x in params.items()
@@ -261,12 +258,12 @@ def test_errors_for_people():
         (lambda: muon(momentum=1.0), "momentum: got 1.0"),
         (lambda: muon(scale="adam"), "scale: got 'adam', wanted one of original, rms, none"),
         (lambda: scale_by_muon(steps=0), "steps: got 0"),
-        (lambda: muon().init({"w": torch.ones(3)}), r"muon: w: got shape \(3,\)"),
+        (lambda: muon(matrices=["w"]).init({"w": torch.ones(3)}), r"muon: w: got shape \(3,\)"),
         (lambda: muon().init(some), r"muon: v: got a parameter whose layout is not known, and w, .*tree.place"),
         (lambda: _one_update(muon(parts=[("w", 3)])), r"got parts 3 of a last dim of size 4"),
         (lambda: optim.lion(1e-3, b1=1.0), "lion: b1: got 1.0"),
         (lambda: contrib.soap(0.1, b1=1.0), "soap: b1: got 1.0"),
-        (lambda: contrib.soap(0.1).init({"w": torch.ones(3)}), r"soap: w: got shape \(3,\)"),
+        (lambda: contrib.soap(0.1, matrices=["w"]).init({"w": torch.ones(3)}), r"soap: w: got shape \(3,\)"),
         (lambda: contrib.soap(0.1).init(some), "soap: v: got a parameter whose layout is not known"),
         (lambda: contrib.adafactor(1e-3, clip=0), "clip: got 0"),
         (lambda: contrib.adafactor(1e-3, eps2=-1), "eps2: got -1"),

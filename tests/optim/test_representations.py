@@ -2,7 +2,6 @@
 
 from fmegatron import optim
 from fmegatron.optim.transform import Transform
-from fmegatron.tree.structure import neither_norm_nor_bias
 
 
 def test_the_usual_ones():
@@ -11,7 +10,7 @@ def test_the_usual_ones():
     assert repr(optim.averaged(optim.adamw(1e-3, b2=0.99), decay=0.5)) == f"averaged(opt={text}, decay=0.5)"
     assert repr(optim.sgd(optim.settable(0.5))).startswith("sgd(learning_rate=Settable(first=0.5)")
     assert "peak=0.5" in repr(optim.lion(optim.cosine(0.5, total=10)))
-    assert "decay=neither_norm_nor_bias" in repr(optim.adamw(1.0, decay=neither_norm_nor_bias))
+    assert "decay=test_the_usual_ones" in repr(optim.adamw(1.0, decay=test_the_usual_ones))
 
 
 def test_a_chain_of_ones_own():

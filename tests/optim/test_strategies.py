@@ -9,7 +9,6 @@ from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
 from fmegatron.model.array_specs import init
 from fmegatron.optim import contrib
-from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step import build_train_step, check, state_specs
 from fmegatron.testing import assert_parity
 from tests.fresh_state import fresh_state
@@ -18,9 +17,8 @@ from tests.step import tiny
 from tests.step.strategies import STRATEGIES
 
 ONE, MESH = Mesh(dp=1, fsdp=1, tp=1), Mesh(dp=2, fsdp=2, tp=2)
-PARTS = fused_parts(model.layouts(tiny.CONFIG, ONE))
 MAKE = {
-    "muon": functools.partial(optim.muon, 1e-2, parts=PARTS),
+    "muon": functools.partial(optim.muon, 1e-2),
     "muon-heads-shared": functools.partial(optim.muon, 1e-2, parts=[("wqkv", 8)], share=("dp", "fsdp")),
     "soap": functools.partial(
         contrib.soap, 1e-2, eps=1e-3

@@ -4,20 +4,18 @@ import pytest
 import torch
 
 from experiments import minimal, shakespeare
-from fmegatron import model, optim
+from fmegatron import optim
 from fmegatron.collectives import Precision
 from fmegatron.layout import Layout, Mesh
 from fmegatron.optim import contrib
 from fmegatron.optim.contrib.formats import Bfloat16
 from fmegatron.optim.guard import Spike
-from fmegatron.optim.orthogonalized import fused_parts
 from fmegatron.step import check
 from tests.pairs import few, mixed
-from tests.step.graph_mutants import TINY, problem
+from tests.step.graph_mutants import problem
 from tests.step.strategies import STRATEGIES
 
 MESH = Mesh(dp=2, fsdp=2, tp=2)
-PARTS = fused_parts(model.layouts(model.llama(**TINY, vocab_multiple=8), Mesh(dp=1, fsdp=1, tp=1)))
 
 
 def grouped():
@@ -47,7 +45,7 @@ OPTIMIZERS = {
     "momentum": optim.sgd(1e-2, momentum=0.9),
     "lion": optim.lion(1e-3),
     "adafactor": contrib.adafactor(1e-2),
-    "muon": optim.muon(1e-2, parts=PARTS),
+    "muon": optim.muon(1e-2),
     "soap": contrib.soap(1e-2),
     "grouped": grouped(),
     "guarded": guarded(),

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from fmegatron import model, nn, optim, step, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.layout import DataParallel, Mesh
-from fmegatron.optim.orthogonalized import fused_parts
-from fmegatron.step.state import placements
 from fmegatron.testing import assert_parity, parity
 
 WIDE = torch.float64
@@ -197,11 +195,7 @@ def ring(mesh):
 
 def muon(mesh):
     """Whole matrices, by the layouts of the optimizer's state."""
-    decoder, strategy = llama(), DataParallel.zero3()
-    layouts = tree.layouts(model.specs(decoder, mesh, strategy=strategy))
-    where = placements(layouts, strategy).optim
-    optimizer = optim.muon(1e-2, where, Axes(mesh), dtype=WIDE, parts=fused_parts(where))
-    return model.build(decoder, optimizer, mesh, (ROWS, SEQ), strategy=strategy)
+    return model.build(llama(), optim.muon(1e-2, dtype=WIDE), mesh, (ROWS, SEQ), strategy="zero3")
 
 
 def eight_bits(mesh):

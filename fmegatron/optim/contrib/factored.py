@@ -19,7 +19,7 @@ from fmegatron.optim.matrices import in_layout, layouts_of
 from fmegatron.optim.recorded import recorded
 from fmegatron.optim.scalars import per_dtype
 from fmegatron.optim.transform import Transform, Where, path_predicate, stateless
-from fmegatron.tree import ArraySpec, structure
+from fmegatron.tree import ArraySpec, labels, structure
 
 
 @recorded
@@ -52,8 +52,8 @@ def adafactor(
         eps: its square is the least second moment.
         eps2: ε₂, the least rms of a parameter that an update is scaled by.
         weight_decay: λ, 0 or more.
-        decay: which leaves decay, a function of the path or a list of regular expressions; by default all but norms and
-            biases (`tree.structure.neither_norm_nor_bias`).
+        decay: which leaves decay, a function of the path or a list of regular expressions; by default
+            matrices, and stacks of them (`Layout.is_matrix`), not norms and biases.
         factored: which leaves are factored; by default all but norms and biases.
 
     Raises:
@@ -163,10 +163,11 @@ def scale_by_factored_rms(
 
 def _matrices(factored: Where | None) -> Callable[[str, Any, Layout | None], bool]:
     """(path, leaf, layout) -> whether its second moment is factored: it is selected, and has two dims or more."""
-    selects = path_predicate(structure.neither_norm_nor_bias if factored is None else factored)
+    selects = None if factored is None else path_predicate(factored)
 
     def is_matrix(path: str, leaf: Any, layout: Layout | None) -> bool:
-        return selects(path) and len((leaf if layout is None else layout).shape) > 1
+        of = leaf if layout is None else layout
+        return labels.is_matrix(of) if selects is None else selects(path) and len(of.shape) > 1
 
     return is_matrix
 

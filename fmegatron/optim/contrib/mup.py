@@ -9,14 +9,14 @@ from typing import Any
 
 from fmegatron import tree
 from fmegatron.optim.transform import Where, path_predicate
-from fmegatron.tree import ArraySpec, Normal, structure
+from fmegatron.tree import ArraySpec, Normal, labels, structure
 
 
 def mup_multipliers(specs: structure.Tree, base: structure.Tree, matrices: Where | None = None) -> dict[str, float]:
     """{path: base fan_in / fan_in}, for `grouped(..., multipliers=)`: the rates of a wide model, tuned on `base`.
 
     specs, base: ArraySpecs (or Layouts, or tensors) of the model and of the one whose rate was tuned, of the same
-    structure. A matrix [..., in, out] (`matrices`: by default all but norms and biases) has fan_in = its dim -2; so an
+    structure. A matrix [..., in, out] (`matrices`: by default all) has fan_in = its dim -2; so an
     embedding table [vocab, width] keeps its rate. A tied table, which is the read-out too, does as well. ValueError
     where the trees or the numbers of dims differ.
     """
@@ -45,7 +45,7 @@ def mup_init(specs: structure.Tree, base: structure.Tree, matrices: Where | None
 
 def _pairs(specs: structure.Tree, base: structure.Tree, matrices: Where | None) -> dict[str, tuple[Any, Any]]:
     """path -> (leaf, leaf of the base model) of all matrices."""
-    selects = path_predicate(structure.neither_norm_nor_bias if matrices is None else matrices)
+    selects = (lambda path: True) if matrices is None else path_predicate(matrices)
     paths, leaves, _ = structure.flatten(specs)
     twins = tree.leaves(tree.map(lambda leaf, twin: twin, specs, base))
     for path, leaf, twin in zip(paths, leaves, twins, strict=True):
@@ -55,4 +55,4 @@ def _pairs(specs: structure.Tree, base: structure.Tree, matrices: Where | None) 
                 " same number of dims; the models may differ in sizes only"
             )
     found = zip(paths, leaves, twins, strict=True)
-    return {path: (leaf, twin) for path, leaf, twin in found if selects(path) and len(leaf.shape) > 1}
+    return {path: (leaf, twin) for path, leaf, twin in found if selects(path) and labels.is_matrix(leaf)}

@@ -38,7 +38,7 @@ def soap(
 ) -> Optimizer:
     """SOAP for the hidden matrices, AdamW for everything else, on any mesh.
 
-    Norms and biases do not decay. Parameters know their layouts (specs, and the arrays of a state or a step);
+    Vectors (norms, biases) do not decay. Parameters know their layouts (specs, and the arrays of a state or a step);
     without any all are full, on one rank.
 
     Args:
@@ -49,7 +49,7 @@ def soap(
         max_dim: a longer side of a matrix has no basis (`scale_by_soap`).
         weight_decay: λ, 0 or more.
         matrices: the leaves that `scale_by_soap` updates, a function of the path or a list of regular expressions; by
-            default `is_hidden_matrix`.
+            default the matrices, and stacks of them (`Layout.is_matrix`), that `is_hidden_matrix` names.
         rules: those of `grouped`.
     """
     selects = path_predicate(is_hidden_matrix if matrices is None else matrices)
@@ -58,6 +58,7 @@ def soap(
         rules,
         weight_decay=weight_decay,
         choose=lambda path: "soap" if selects(path) else "adam",
+        vectors="adam" if matrices is None else None,
         soap=scale_by_soap(b1, b2, eps, max_dim),
         adam=scale_by_adam(b1, b2, eps),
     )

@@ -36,7 +36,7 @@ def optimizer(config: Config) -> optim.Optimizer:
     if config.state == "loss_scale":
         return optim.skip_nonfinite(adamw, loss_scale=optim.LossScale())
     if config.state == "muon":
-        return optim.muon(1e-2)
+        return optim.muon(1e-2, parts=())  # that commit took q, k, v and gate, up as one matrix each
     if config.state == "int8":
         rules = [("m", contrib.int8(block=8, smallest=0)), ("v", contrib.int8(block=8, smallest=0, root=True))]
         return contrib.compressed(adamw, rules)

@@ -1,0 +1,40 @@
+"""The attribute in which an array carries its layout."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fmegatron.layout.layout import Layout
+
+
+class Label:
+    """A layout as an attribute of arrays. layout: that they have.
+
+    torch pickles the attributes of a tensor: the pickle of a label is an empty OrderedDict, which a file that is opened
+    with weights_only=True may hold, and which states nothing.
+    """
+
+    __slots__ = ("layout",)
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Label):
+            return self is other
+        a, b = self.layout, other.layout
+        return a == b and (a.lead, a.beside) == (b.lead, b.beside)  # a graph may go by what dims mean
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    def __repr__(self) -> str:
+        return f"Label({self.layout})"
+
+    def __deepcopy__(self, memo: dict) -> Label:
+        return self
+
+    def __reduce__(self):
+        return OrderedDict, ()
