@@ -25,6 +25,18 @@ from fmegatron.files import disk
 _OF_JSON = frozenset(
     "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
 )
+# Of its model, by type, and of an added token. Of the other parts it is asked what the package has read.
+_OF_MODEL = MappingProxyType(
+    {
+        "BPE": "dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges "
+        "vocab merges",
+        "WordPiece": "unk_token continuing_subword_prefix max_input_chars_per_word vocab",
+        "WordLevel": "unk_token vocab",
+        "Unigram": "unk_id byte_fallback vocab",
+    }
+)
+_OF_ADDED = frozenset("id content single_word lstrip rstrip normalized special".split())
+_OLD_NAMES = frozenset(("add_prefix_space", "str_rep"))  # of Metaspace, which has them under others today
 _NAMED = frozenset(f"{name}_token" for name in SPECIAL)
 _HONOURED = _NAMED | {"added_tokens_decoder", "chat_template"}
 # Of tokenizer_config.json and special_tokens_map.json: what changes no id of a text to which nothing is added.
@@ -56,6 +68,10 @@ _BEFORE = ("normalizer", "pre_tokenizer")  # the parts of tokenizer.json that a 
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ALL_KINDS = (  # a text with characters of all kinds that patterns part by
+    " a Bb'll 12345\t\n\r\n  \u00e9e\u0301\u6f22\u5b57\u0623\u0928\u093f\u00bd\u2167_-+$\u20ac"
+    "\U0001f642\u200d\u00a0\u00ad\x00\x7f?!  "
 )
 _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _O200K = "|".join(
@@ -103,10 +119,12 @@ def from_foreign(path: str | os.PathLike) -> SubwordTokenizer:
     if kind == "tiktoken":
         ranks = ranks_of(path, content)
         settings = {"pattern": _pattern_of(path, content), "special": added}
+        _require_whole(path, content, settings["pattern"])
         ids = {**{k.decode(errors="replace"): v for k, v in ranks.items()}, **added}
         _require_room(path, added, {rank: token for token, rank in ranks.items()})
     else:
         settings, reader = {}, open_reader(kind, content, {})
+        _require_read(path, own, reader)
         of = reader.token_to_id if kind == "huggingface" else lambda text: _piece(reader, text)
         ids = {text: of(text) for text in {*named.values(), *added}}
         for text, number in added.items():
@@ -149,7 +167,7 @@ def _kind_of(path: Path, content: bytes) -> Kind:
 def _object_of(path: Path, content: bytes) -> dict[str, Any]:
     """tokenizer.json as an object, whose fields are known."""
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: got no JSON ({error}), wanted a tokenizer.json") from None
     _require_known(path, found, _OF_JSON)
@@ -159,7 +177,46 @@ def _object_of(path: Path, content: bytes) -> dict[str, Any]:
             f"{path}: got dropout {model['dropout']!r} of its model, by which a text has other ids each time, wanted "
             "none; write null"
         )
+    if isinstance(model, dict):  # of an old file without a type all that one of them has
+        known = _OF_MODEL.get(str(model.get("type")), " ".join(_OF_MODEL.values()))
+        _require_known(path, model, {"type", *known.split()})
+    for one in found.get("added_tokens") or ():
+        if isinstance(one, dict):
+            _require_known(path, one, _OF_ADDED)
     return found
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a file; ValueError for one with a key twice, of which readers take the first, or the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
+
+
+def _require_read(path: Path, own: Mapping[str, Any], reader: Any) -> None:
+    """Refuse a field of a part that the package has passed over: what it has read is what it writes."""
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        part = getattr(reader, name, None) if own.get(name) is not None else None
+        if part is not None:
+            _require_fields(f"{path}: {name}", own[name], json.loads(part.__getstate__()))
+
+
+def _require_fields(where: str, given: Any, read: Any) -> None:
+    if isinstance(given, dict) and isinstance(read, dict):
+        known = read.keys() | (_OLD_NAMES if given.get("type") == "Metaspace" else set())
+        if odd := sorted(given.keys() - known):
+            raise ValueError(
+                f"{where}: got {', '.join(f'{key}={given[key]!r:.40}' for key in odd)}, wanted fields of "
+                f"{given.get('type', 'it')!r}, {', '.join(sorted(read))}: one that is not read may change ids; take it "
+                "out of a copy, if it changes none"
+            )
+        for key in given.keys() & read.keys():
+            _require_fields(where, given[key], read[key])
+    elif isinstance(given, list) and isinstance(read, list):
+        for one, other in zip(given, read, strict=False):
+            _require_fields(where, one, other)
 
 
 def _named_beside(path: Path, own: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int]]:
@@ -236,7 +293,7 @@ def _beside(path: Path) -> dict[str, Any]:
     if (content := disk.content_of(path)) is None:
         return {}
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: got no configuration of a tokenizer ({error}), wanted Hugging Face's JSON") from None
     if not isinstance(found, dict):
@@ -303,6 +360,22 @@ def _pattern_of(path: Path, content: bytes) -> str:
         f"{path}: got ranks of tiktoken (sha256 {digest[:12]}) whose splitting pattern is not known, wanted it: by "
         f"another one a text has other ids; write the model's regular expression into {path.name}.pattern beside it"
     )
+
+
+def _require_whole(path: Path, content: bytes, pattern: str) -> None:
+    """ValueError for a pattern that leaves characters out, or finds pieces of none: a text would come back cut."""
+    try:
+        reader = open_reader("tiktoken", content, {"pattern": pattern, "special": {}})
+        back = reader.decode(reader.encode_ordinary(_ALL_KINDS))
+    except BaseException as error:  # a panic of Rust is no Exception
+        if isinstance(error, ValueError | ImportError | KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        back = f"{type(error).__name__}: {error}"
+    if back != _ALL_KINDS:
+        raise ValueError(
+            f"{path}: got the splitting pattern {pattern!r:.60}, by which {_ALL_KINDS!r} comes back as {back!r:.80}, "
+            "wanted one that finds every character, in pieces of one or more; write the model's own, whole"
+        )
 
 
 def _assigned(path: Path, name: str) -> str | None:

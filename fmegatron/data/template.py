@@ -165,7 +165,7 @@ def _moment(date: str) -> datetime.datetime:
 
 def _compiled(text: str, begin: str, end: str, date: str | None) -> Any:
     try:
-        from jinja2 import TemplateError, TemplateSyntaxError, nodes
+        from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
@@ -189,8 +189,15 @@ def _compiled(text: str, begin: str, end: str, date: str | None) -> Any:
     def as_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
+    def written(value: object) -> object:
+        """What an expression writes; TemplateError for an object whose text is its address."""
+        plain = isinstance(value, str | int | float | Undefined) or value is None
+        if not plain and " at 0x" in str(value):
+            raise TemplateError(f"it writes a {type(value).__name__}, whose text is another in every process")
+        return value
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=written
     )
 
     def now(form: str) -> str:

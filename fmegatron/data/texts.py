@@ -236,7 +236,8 @@ def _text(line: str | bytes, path: str, place: _Places, number: int, key: str) -
     if not line or line.isspace():
         return None
     try:
-        found = json.loads(line if place.at or number else line.removeprefix(_MARK))
+        twice = _each_once if line.count(f'"{key}"') > 1 else None  # which one is meant would be a guess
+        found = json.loads(line if place.at or number else line.removeprefix(_MARK), object_pairs_hook=twice)
     except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of too deep arrays
         raise ValueError(
             f"{path}: got a line at byte {place(number)} that is no JSON ({error}), wanted one object a line"
@@ -259,6 +260,13 @@ def _text(line: str | bytes, path: str, place: _Places, number: int, key: str) -
             "'surrogatepass').decode('utf-16', 'replace')"
         )
     return text
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return found
 
 
 def _is_unicode(text: str) -> bool:

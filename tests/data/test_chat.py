@@ -175,6 +175,14 @@ def test_a_template_writes_nothing_by_chance(text):
         ChatTemplate(text).render([{"role": "user", "content": "a"}])
 
 
+@pytest.mark.parametrize("text", ["{{ joiner() }}", "{{ raise_exception }}", "{{ messages | map('upper') }}"])
+def test_a_template_writes_no_addresses(text):
+    """They are others in every process, so ranks would differ."""
+    with pytest.raises(ValueError, match="whose text is another in every process"):
+        ChatTemplate(text).render([{"role": "user", "content": "a"}])
+    assert ChatTemplate("{{ messages[0].content }}").render([{"content": "at 0x7f"}]) == "at 0x7f"
+
+
 def test_only_json_values_reach_a_template():
     run = ChatTemplate("{{ messages[0].content.run() }}")
     with pytest.raises(ValueError, match="UndefinedError"):

@@ -100,6 +100,43 @@ def test_tokens_that_transformers_adds_or_finds_in_another_way(tmp_path, config,
         load_tokenizer(tmp_path)
 
 
+LOWERCASE = {"type": "Lowercase"}
+TOKEN = {"id": 1, "content": "[PAD]", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]", "lower": 1}}, "got lower=1, wanted"),
+        ({"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]", "merges": []}}, r"got merges=\[\], wanted"),
+        ({"pre_tokenizer": {"type": "WhitespaceSplit", "longest": 3}}, "pre_tokenizer: got longest=3, wanted fields of"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [LOWERCASE, LOWERCASE | {"only": "a"}]}}, "got only='a'"),
+        ({"added_tokens": [TOKEN | {"special": True, "ignore_case": True}]}, "got ignore_case=True, wanted"),
+        ({"added_tokens": [TOKEN | {"special": True}], "normalizer": LOWERCASE}, None),
+        ({"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "add_prefix_space": False, "prepend_scheme":
+                            "never", "str_rep": "_"}}, None),
+    ],
+)  # fmt: skip
+def test_fields_inside_the_parts(tmp_path, fields, words):
+    """The package passes over those that it does not know."""
+    of_words(tmp_path)
+    change(tmp_path / "tokenizer.json", **fields)
+    if words is None:
+        assert load_tokenizer(tmp_path).vocab_size == len(WORDS)
+        return
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_key_that_stands_twice(tmp_path, file):
+    of_words(tmp_path)
+    text = (tmp_path / file).read_text().rstrip()
+    (tmp_path / file).write_text(text[:-1] + ', "normalizer": null, "normalizer": {"type": "Lowercase"}}')
+    with pytest.raises(ValueError, match="the key 'normalizer' stands twice"):
+        load_tokenizer(tmp_path)
+
+
 def test_dropout_of_the_model_is_refused(tmp_path):
     of_huggingface(tmp_path)
     path = tmp_path / "tokenizer.json"
@@ -169,6 +206,17 @@ def test_the_pattern_of_ranks_is_asked_for(tmp_path):
     assert opened.encode("1234").tolist() == [258]
     opened.save(tmp_path / "saved.json")
     assert load_tokenizer(tmp_path / "saved.json").encode("1234").tolist() == [258]
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"\p{L}+", "", r"\S+", r"\p{N}*|\P{N}+"], ids=["letters", "none", "words", "of none"]
+)
+def test_a_pattern_that_leaves_characters_out(tmp_path, pattern):
+    """tiktoken drops what it does not find, and panics at a piece of nothing."""
+    (tmp_path / "a.tiktoken").write_text(LINES)
+    (tmp_path / "a.tiktoken.pattern").write_text(pattern)
+    with pytest.raises(ValueError, match="comes back as .*wanted one that finds every character"):
+        load_tokenizer(tmp_path / "a.tiktoken")
 
 
 def test_the_pattern_of_known_ranks(tmp_path, monkeypatch):

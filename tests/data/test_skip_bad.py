@@ -18,6 +18,7 @@ BAD = {
     b'{"text": 5}': "no text",
     b'{"other": "x"}': "no text",
     b'["text"]': "no text",
+    b'{"text": "one", "n": {"text": 1}, "text": "two"}': "no JSON",
     b'{"text": "half \\ud83d"}': "half of a surrogate pair",
     b'{"text": "cut': "no JSON",
     b'{"text": "' + b"\xc3": "no UTF-8",

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fmegatron import model, optim, tree
+from fmegatron import model, optim, step, tree
 from fmegatron.collectives import Precision
 from fmegatron.interop import hf
 from fmegatron.layout import Layout, Mesh, Split
@@ -96,7 +96,8 @@ def test_vectors_of_any_name_do_not_decay_and_matrices_of_any_name_do():
 
 
 def test_stacks_of_vectors_are_known_by_their_specs():
-    shapes = {"blocks": {"ln": (3, 8), "w": (3, 8, 8), "experts": {"up": (3, 4, 8, 8), "b": (3, 4, 8)}}, "table": (9, 8)}
+    experts = {"up": (3, 4, 8, 8), "b": (3, 4, 8)}
+    shapes = {"blocks": {"ln": (3, 8), "w": (3, 8, 8), "experts": experts}, "table": (9, 8)}
     specs = tree.specs(shapes, Mesh(), stacked="blocks", init=tree.Normal(1.0))
     b = specs["blocks"]["experts"]
     b["b"] = tree.ArraySpec(b["b"].layout.replace(lead=2), b["b"].init, stacked=True)
@@ -112,10 +113,11 @@ def test_stacks_of_vectors_are_known_by_their_specs():
 
 
 def test_a_step_knows_it_of_its_specs_whatever_the_arrays_know():
-    from fmegatron import step
-
     specs = tree.specs({"blocks": {"ln": (2, 4), "w": (2, 4, 4)}}, Mesh(), init=tree.ones, stacked="blocks")
-    loss = lambda p, b: (0.0 * (b["x"] @ p["blocks"]["w"][0]).sum(), {})
+
+    def loss(p, b):
+        return 0.0 * (b["x"] @ p["blocks"]["w"][0]).sum(), {}
+
     train = step.build_train_step(loss, optim.sgd(1.0, weight_decay=0.5), specs)
     state = tree.init(step.state_specs(specs, optim.sgd(1.0, weight_decay=0.5)), key=0, rank=0)
     bare = state._replace(params=tree.map(torch.clone, state.params))

@@ -87,6 +87,7 @@ class _Watch:
                 self.before = self.file.tell()
                 write_stacks_into(self.file)
                 self.process["stacks"] = True
+            self._arm()  # also where a thread takes the GIL before this one looks for the first time
         while not self.done.wait(self.pause):
             self._arm()
             try:

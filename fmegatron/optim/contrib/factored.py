@@ -39,8 +39,8 @@ def adafactor(
         p = (1 - lr·weight_decay) p - lr · max(eps2, rms(p)) · û / max(1, rms(û)/clip);  û from `scale_by_factored_rms`
 
     (algorithm 4 with the relative step size lr; torch caps lr by 1/√t: give a schedule for that). The leaves that
-    `factored` selects (by default all but norms and biases) are stacks of matrices [..., m, n], others stacks of
-    vectors [..., n]; every rms is that of one matrix or vector, so a stack of layers is updated as its layers would be.
+    `factored` selects (by default all) are stacks of matrices [..., m, n], others stacks of vectors [..., n]; every rms
+    is that of one matrix or vector, so a stack of layers is updated as its layers would be.
     The rows of a flattened leaf are not to be seen in its ranges: it is gathered to look at it (and only it; a leaf is
     flattened when none of its dims can be shared out), so that state and steps are the same under every layout.
     Parameters know their layouts (specs, and the arrays of a state or a step); without any all are full, on one rank.
@@ -54,7 +54,7 @@ def adafactor(
         weight_decay: λ, 0 or more.
         decay: which leaves decay, a function of the path or a list of regular expressions; by default
             matrices, and stacks of them (`Layout.is_matrix`), not norms and biases.
-        factored: which leaves are factored; by default all but norms and biases.
+        factored: which leaves are factored; by default matrices, and stacks of them (`Layout.is_matrix`).
 
     Raises:
         ValueError: values outside of their range.
@@ -103,7 +103,7 @@ def scale_by_factored_rms(
         decay_power: c, negative.
         eps: v and the mean of row are at least eps² (torch keeps the mean above its eps, 1.2e-7 for float32, which is
             more than the squares of most gradients of a large model).
-        factored: which leaves are factored; by default all but norms and biases.
+        factored: which leaves are factored; by default matrices, and stacks of them (`Layout.is_matrix`).
     """
     if not decay_power < 0:
         raise ValueError(f"adafactor: decay_power: got {decay_power}, wanted a negative number, such as -0.8")
