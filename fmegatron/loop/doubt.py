@@ -39,8 +39,11 @@ def before(run: Any) -> tuple[bool, int | None]:
         try:
             found = _read(run)
             text = "" if found is None else json.dumps(found)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             text = json.dumps(str(error))
+        except OSError as error:
+            fix = "wanted a file that can be read; remove it to go on from the newest checkpoint"
+            text = json.dumps(f"{run.folder / NAME}: got {error}, {fix}")
     if not (text := run.world.broadcast_text(text)):
         return False, None
     found = json.loads(text)

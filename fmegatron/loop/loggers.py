@@ -5,6 +5,7 @@ be made on every rank and `Log` may write on one. One that has `resume(step)` is
 goes on, before it writes. What a logger raises is a warning, the first time, and never ends a run.
 """
 
+import math
 import os
 import sys
 import time
@@ -46,7 +47,7 @@ class Loggers:
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` (name -> number) as of `step` to every logger."""
         for logger, onlooker in zip(self.loggers, self._onlookers, strict=True):
-            onlooker(logger.write, step, values)
+            onlooker(logger.write, step, dict(values))  # of its own: it may change it
 
     def __enter__(self) -> "Loggers":
         return self
@@ -155,11 +156,11 @@ def progress(infos: Iterable[StepInfo], steps: int, active: bool = True) -> Iter
 
     Lines that are printed meanwhile appear above the bar.
     """
-    if not (active and sys.stdout.isatty()):
+    terminal = Onlooker("the progress bar")
+    if not (active and sys.stdout is not None and terminal(sys.stdout.isatty)):  # without a console there is none
         yield from infos
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    terminal = Onlooker("the progress bar")
     bar = Progress(*columns, console=RichConsole(file=sys.stdout), transient=True)
     terminal(bar.start)
     try:
@@ -174,7 +175,8 @@ def progress(infos: Iterable[StepInfo], steps: int, active: bool = True) -> Iter
 def _number(name: str, value: float) -> str:
     if value != value or name.endswith(("loss", "seconds")):
         return f"{value:.4f}"
-    if name.endswith("tokens_per_second") or (value == int(value) and abs(value) >= 1000):
+    whole_number = abs(value) >= 1000 and math.isfinite(value) and value == int(value)
+    if name.endswith("tokens_per_second") or whole_number:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 

@@ -16,6 +16,7 @@ from fmegatron.files import whole
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES, Config
 from fmegatron.loop.flags import UsageError
+from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.options import FIELD, of_before, options_of
 from fmegatron.loop.plain import fields, plain
 from fmegatron.tree import structure
@@ -196,7 +197,8 @@ class Settings:
         if changes is None or metadata != before:  # it walked back past one that is damaged, or not finite
             changes = self._accepted(metadata, step)
         if manager.world.rank == 0 and (text := str(changes)):
-            print(f"resumed from step {step} with other settings:\n{text}", flush=True)
+            told = f"resumed from step {step} with other settings:\n{text}"
+            Onlooker("what a run shows of itself")(print, told, flush=True)
         return self._begun(step, state, metadata)
 
     @staticmethod

@@ -100,6 +100,7 @@ def test_tokens_that_transformers_adds_or_finds_in_another_way(tmp_path, config,
         load_tokenizer(tmp_path)
 
 
+MODEL = {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]"}
 LOWERCASE = {"type": "Lowercase"}
 TOKEN = {"id": 1, "content": "[PAD]", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 
@@ -107,9 +108,9 @@ TOKEN = {"id": 1, "content": "[PAD]", "single_word": False, "lstrip": False, "rs
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]", "lower": 1}}, "got lower=1, wanted"),
-        ({"model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]", "merges": []}}, r"got merges=\[\], wanted"),
-        ({"pre_tokenizer": {"type": "WhitespaceSplit", "longest": 3}}, "pre_tokenizer: got longest=3, wanted fields of"),
+        ({"model": MODEL | {"lower": 1}}, "got lower=1, wanted"),
+        ({"model": MODEL | {"merges": []}}, r"got merges=\[\], wanted"),
+        ({"pre_tokenizer": {"type": "WhitespaceSplit", "longest": 3}}, "pre_tokenizer: got longest=3, wanted"),
         ({"normalizer": {"type": "Sequence", "normalizers": [LOWERCASE, LOWERCASE | {"only": "a"}]}}, "got only='a'"),
         ({"added_tokens": [TOKEN | {"special": True, "ignore_case": True}]}, "got ignore_case=True, wanted"),
         ({"added_tokens": [TOKEN | {"special": True}], "normalizer": LOWERCASE}, None),

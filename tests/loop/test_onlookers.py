@@ -1,8 +1,12 @@
 """What watches a run never ends it: loggers, log files, the terminal, a profiler; the first failure is a warning."""
 
+import asyncio
 import builtins
 import errno
+import io
+import math
 import os
+import sys
 import warnings
 
 import pytest
@@ -13,6 +17,7 @@ from fmegatron.data import source
 from fmegatron.layout import Layout, Mesh
 from fmegatron.loop import Log, Loggers, Options, Policies, Run, Save, json_lines, read_metrics
 from fmegatron.loop.events import Events, read_events
+from fmegatron.loop.loggers import Table
 from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.until import Until
 
@@ -62,6 +67,51 @@ def test_a_logger_that_raises_is_warned_of_once(tmp_path, fails):
     assert made == 6 and len(words) == 1 and f"the logger Tracker: ConnectionError: no answer to {fails}" in words[0]
     assert [step for step in range(1, 7) if step not in tracker.written] == [3] * (fails == "write once")
     assert set(other.written) == set(range(1, 7)) and len(read_metrics(tmp_path / "metrics.jsonl")) == 7
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), Unspeakable()], ids=repr)
+def test_whatever_a_logger_raises(tmp_path, error):
+    """A service that calls sys.exit, a task that was cancelled, an error without a text."""
+    tracker = Tracker()
+
+    def write(step, values):
+        values.clear()  # they are its own
+        raise error
+
+    tracker.write = write
+    made, words = updates(tmp_path, loggers=(tracker,))
+    assert made == 6 and f"the logger Tracker: {type(error).__name__}" in words[0] and "7 of 9 calls" in words[1]
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("stream", ["none", "closed"])
+def test_a_process_without_a_console(tmp_path, monkeypatch, stream):
+    closed = io.StringIO()
+    closed.close()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None if stream == "none" else closed)
+    run = Run(tmp_path, halve, SPECS, options=Options(log=Log(every=1), save=Save(every=2)))
+
+    def nowhere(*given, **named):
+        raise ValueError("I/O operation on closed file.")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", nowhere)
+        assert sum(1 for _ in run(BATCHES, steps=4)) == 4
+        other = Run(tmp_path, halve, SPECS, options=Options(log=Log(every=2), save=Save(every=2)))
+        assert sum(1 for _ in other(BATCHES, steps=6)) == 2
+
+
+def test_a_table_of_numbers_that_are_none(capsys):
+    Table().write(1, {"a": math.inf, "b": -math.inf, "c": math.nan, "d": 12345.0})
+    assert capsys.readouterr().out.split()[-4:] == ["inf", "-inf", "nan", "12,345"]
 
 
 def test_failures_are_counted(tmp_path):

@@ -32,7 +32,7 @@ def progress(
     so_far: bytes done, asked for a few times a second on a thread; None: unknown, the bar only pulses.
     active: whether to show it; None: if stderr is a terminal.  console: instead of stderr.
     """
-    if not (sys.stderr.isatty() if active is None else active):
+    if not (_on_terminal() if active is None else active):
         yield
         return
     done = threading.Event()
@@ -44,6 +44,11 @@ def progress(
     finally:
         done.set()
         thread.join()
+
+
+def _on_terminal() -> bool:
+    """Whether stderr is one; a process may have none, or have closed it."""
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
 
 def _show(
