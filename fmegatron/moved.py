@@ -213,7 +213,7 @@ REPLACED = (
     ("nn", "balance_loss", "fmegatron.nn.routing.expert_probs, and Mixer.losses"),
     ("nn", "grouped_mm", "nn.grouped_matmul"),
     ("optim", "adafactor", "optim.contrib.adafactor"),
-    ("optim", "fused_parts", "optim.muon, which takes parts as layouts say (Layout.beside)"),
+    ("optim", "fused_parts", "optim.muon, which takes parts as layouts state (Layout.beside)"),
     ("optim", "soap", "optim.contrib.soap"),
     ("optim", "compressed", "optim.contrib.compressed"),
     ("optim", "mup_init", "optim.contrib.mup_init"),

@@ -191,7 +191,8 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"got the key {twice!r} twice in an object, wanted each once; take one of them out")
     return found
 
 

@@ -193,7 +193,8 @@ def _compiled(text: str, begin: str, end: str, date: str | None) -> Any:
         """What an expression writes; TemplateError for an object whose text is its address."""
         plain = isinstance(value, str | int | float | Undefined) or value is None
         if not plain and " at 0x" in str(value):
-            raise TemplateError(f"it writes a {type(value).__name__}, whose text is another in every process")
+            kind = type(value).__name__
+            raise TemplateError(f"got a {kind} to write, whose text is another in every process, wanted a JSON value")
         return value
 
     environment = ImmutableSandboxedEnvironment(

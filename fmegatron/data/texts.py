@@ -265,7 +265,7 @@ def _text(line: str | bytes, path: str, place: _Places, number: int, key: str) -
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in an object")
+        raise ValueError("got a key twice in an object, wanted each once")
     return found
 
 

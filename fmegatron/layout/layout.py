@@ -48,7 +48,7 @@ class Layout:
 
     What the dims mean, beside where elements are: layouts that differ in it alone are equal, and no file has it.  lead:
     how many leading dims count arrays (layers, experts), so that a stack of norms [L, D] is one of vectors.  beside:
-    widths of the matrices that lie side by side in the last dim (q, k, v), () for one; of an interleaved one its parts.
+    widths of the matrices that are side by side in the last dim (q, k, v), () for one; of an interleaved one its parts.
 
     Raises ValueError for an unknown axis, an axis used twice, too many entries, parts that do not make up their dim,
     ranges from a dim that is not there.

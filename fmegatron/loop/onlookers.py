@@ -44,7 +44,7 @@ def _text(error: BaseException) -> str:
 
 
 def _warn(text: str) -> None:
-    """A RuntimeWarning, which is raised where warnings are errors; none where nobody can be told (stderr is closed)."""
+    """A RuntimeWarning, which is raised where warnings are errors; none where stderr is closed."""
     try:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
     except Warning:

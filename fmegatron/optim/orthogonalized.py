@@ -53,7 +53,7 @@ def muon(
         nesterov: look ahead along the momentum.
         weight_decay: λ, 0 or more.
         scale: the size of an update (`scale_by_muon`).
-        parts: leaves whose last dim is made of several matrices (`scale_by_muon`); None: as their layouts say.
+        parts: leaves whose last dim is made of several matrices (`scale_by_muon`); None: as their layouts state.
         share: further axes over which the matrices are divided (`scale_by_muon`).
         matrices: the leaves that `scale_by_muon` updates, a function of the path or a list of regular expressions; by
             default the matrices, and stacks of them (`Layout.is_matrix`), that `is_hidden_matrix` names.
@@ -100,7 +100,7 @@ def scale_by_muon(
             makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
         parts: rules (pattern over full segments of the path, sizes of the consecutive parts of the last dim or their
             number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up
-            by 2. None: as the layouts say (`Layout.beside`: of a decoder q, k, v and gate, up). (): all are one matrix.
+            by 2. None: as the layouts state (`Layout.beside`: of a decoder q, k, v and gate, up). (): all are one matrix.
         share: further axes over which the matrices are divided.
         steps: of the iteration, 1 to 99.
         eps: the least norm that a matrix is divided by.
@@ -207,7 +207,7 @@ def _steps_on_gram(X: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def is_hidden_matrix(path: str) -> bool:
-    """The default choice among matrices, by what they are for, which no dims tell: no router, embedding (table), head.
+    """The default choice among matrices, by use, which no dims show: no router, embedding (table), head.
 
     >>> [is_hidden_matrix(path) for path in ("blocks/mlp/w_down", "blocks/moe/router", "embed/table", "head/w")]
     [True, False, False, False]

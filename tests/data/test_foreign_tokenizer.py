@@ -134,7 +134,7 @@ def test_a_key_that_stands_twice(tmp_path, file):
     of_words(tmp_path)
     text = (tmp_path / file).read_text().rstrip()
     (tmp_path / file).write_text(text[:-1] + ', "normalizer": null, "normalizer": {"type": "Lowercase"}}')
-    with pytest.raises(ValueError, match="the key 'normalizer' stands twice"):
+    with pytest.raises(ValueError, match="the key 'normalizer' twice"):
         load_tokenizer(tmp_path)
 
 
