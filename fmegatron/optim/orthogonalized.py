@@ -100,7 +100,7 @@ def scale_by_muon(
             makes an update as large as AdamW's (Liu et al. 2025, arXiv 2502.16982, eq. 4); "none": 1.
         parts: rules (pattern over full segments of the path, sizes of the consecutive parts of the last dim or their
             number): each part is a matrix of its own. Fused QKV by (q, kv, kv), or by the number of heads; gate and up
-            by 2. None: as the layouts state (`Layout.beside`: of a decoder q, k, v and gate, up). (): all are one matrix.
+            by 2. None: as the layouts state (`Layout.beside`: of a decoder q, k, v and gate, up). (): all are one.
         share: further axes over which the matrices are divided.
         steps: of the iteration, 1 to 99.
         eps: the least norm that a matrix is divided by.
