@@ -194,7 +194,7 @@ def _compiled(text: str, begin: str, end: str, date: str | None) -> Any:
         plain = isinstance(value, str | int | float | Undefined) or value is None
         if not plain and " at 0x" in str(value):
             kind = type(value).__name__
-            raise TemplateError(f"an expression: it is a {kind}, whose text is another in every process; write JSON values")
+            raise TemplateError(f"expression: a {kind}, whose text is another in every process; write JSON values")
         return value
 
     environment = ImmutableSandboxedEnvironment(
