@@ -113,7 +113,7 @@ def test_stacks_of_vectors_are_known_by_their_specs():
 
 
 def test_a_step_knows_it_of_its_specs_whatever_the_arrays_know():
-    specs = tree.specs({"blocks": {"ln": (2, 4), "w": (2, 4, 4)}}, Mesh(), init=tree.ones, stacked="blocks")
+    specs = tree.specs({"blocks": {"ln": (2, 4), "w": (2, 4, 4)}}, Mesh(), init=1.0, stacked="blocks")
 
     def loss(p, b):
         return 0.0 * (b["x"] @ p["blocks"]["w"][0]).sum(), {}
