@@ -117,11 +117,13 @@ def test_donated_state(saver, tmp_path):
     update, state, wanted = jit(step, donate=(0,), backend="eager"), a_state(5), a_state(5)
     update(a_state(6))
     os.kill(saver.writer_pid, signal.SIGSTOP)
-    at = state["w"].data_ptr()
-    handle = checkpoint.save_async(tmp_path / "c", state, LAYOUTS, saver=saver)
-    state = update(state)
-    assert state["w"].data_ptr() == at and not torch.equal(state["w"], wanted["w"])  # the same memory, new values
-    os.kill(saver.writer_pid, signal.SIGCONT)
+    try:  # a failure must not leave the writer stopped: the saver would wait for it
+        at = state["w"].data_ptr()
+        handle = checkpoint.save_async(tmp_path / "c", state, LAYOUTS, saver=saver)
+        state = update(state)
+        assert state["w"].data_ptr() == at and not torch.equal(state["w"], wanted["w"])  # the same memory, new values
+    finally:
+        os.kill(saver.writer_pid, signal.SIGCONT)
     handle.result()
     fake_world.assert_same_bits(checkpoint.restore(tmp_path / "c", LAYOUTS), wanted)
 

@@ -102,7 +102,8 @@ def signs(tensors: Sequence[torch.Tensor]) -> Signs:
     samples = [0] * len(tensors)
     for i in [i for i, x in enumerate(tensors) if x.nbytes > _STEP_BYTES and x.is_cpu]:
         for part in _sample(tensors[i]):
-            samples[i] = hash((samples[i], digest(np.ascontiguousarray(part.numpy()))))
+            # A copy, as numpy() of the memory itself would mark it as shared: a donated step would not reuse it.
+            samples[i] = hash((samples[i], digest(part.clone(memory_format=torch.contiguous_format).numpy())))
     return Signs(counts, samples)
 
 

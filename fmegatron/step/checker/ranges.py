@@ -253,7 +253,7 @@ def _steps_after(node: Node, name: str, steps: Steps, shape: tuple[int, ...]) ->
     if name in ("t", "transpose", "permute"):
         order = list(range(len(steps)))
         if name == "permute":
-            order = [int_of(d) % len(steps) for d in node.args[1]]  # pyright: ignore[reportGeneralTypeIssues]
+            order = [int_of(d) % len(steps) for d in items_of(node.args[1])]
         elif len(order) > 1:
             a, b = (int_of(d) for d in node.args[1:3]) if name == "transpose" else (0, 1)
             order[a], order[b] = order[b], order[a]
@@ -392,7 +392,7 @@ def _table(scope: Scope, node: Node, name: str) -> tuple[Node | None, int | None
     if name == "embedding":
         return x, 0, node_of(node.args[1])
     if name == "index":
-        given = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # pyright: ignore[reportArgumentType]
+        given = [(d, i) for d, i in enumerate(items_of(node.args[1])) if i is not None]
         return (x, given[0][0], node_of(given[0][1])) if len(given) == 1 else (None, None, None)
     return x, int_of(node.args[1]) % max(1, rank), node_of(node.args[2])
 
@@ -404,7 +404,7 @@ def _put(scope: Scope, node: Node, name: str, given: dict, rule: Callable) -> Va
     elif name == "embedding_dense_backward":
         return None
     elif name == "index_put":
-        indices = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # pyright: ignore[reportArgumentType]
+        indices = [(d, i) for d, i in enumerate(items_of(node.args[1])) if i is not None]
         if len(indices) != 1 or not given["accumulate"]:
             return None
         (dim, at), g, base = indices[0], node.args[2], node.args[0]
