@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fmegatron.layout.layout import Layout
+from typing import Any
 
 
 class Label:
-    """A layout as an attribute of arrays. layout: that they have.
+    """A `Layout` as an attribute of arrays. layout: that they have; Any, as its file imports this one.
 
     torch pickles the attributes of a tensor: the pickle of a label is an empty OrderedDict, which a file that is opened
     with weights_only=True may hold, and which states nothing.
@@ -18,7 +15,7 @@ class Label:
 
     __slots__ = ("layout",)
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Any):
         self.layout = layout
 
     def __eq__(self, other: object) -> bool:
