@@ -72,6 +72,10 @@ class _OfRanks:
     def __reduce__(self) -> Any:
         return type(self), (_plain(self), tuple((key, power) for key, power in self.over if isinstance(key, str)))
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
+        """As numpy computes with a number of Python, which has no dtype: arrays of float32 stay float32."""
+        return getattr(ufunc, method)(*map(plain, given), **how)
+
     def __mul__(self, other: Any) -> Any:
         return _made(_plain(self) * _plain(other), self, other, 1) if _is_number(other) else NotImplemented
 
@@ -86,6 +90,8 @@ class _OfRanks:
     def __pow__(self, power: Any, modulo: Any = None) -> Any:
         if not isinstance(power, (int, float)) or modulo is not None:
             return NotImplemented
+        if not math.isfinite(power):
+            return _plain(self) ** _plain(power)
         return _with({key: p * Fraction(power) for key, p in self.over}, _plain(self) ** _plain(power))
 
 

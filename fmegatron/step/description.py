@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -55,7 +56,11 @@ class Description:
             raise ValueError(
                 f"Description: function: got {structure.in_words(self.function)}, wanted train_step(state, batch)"
             )
-        tree.layouts(self.state)
+        if not tree.leaves(tree.layouts(self.state)):
+            raise ValueError(
+                f"Description: state: got {structure.in_words(self.state)}, wanted specs of a state, "
+                "step.state_specs(specs, optimizer)"
+            )
         if isinstance(self.batch, Mapping):
             rows = {name: _rows(name, x, self.state, self.microbatches) for name, x in self.batch.items()}
             object.__setattr__(self, "batch", rows)
@@ -81,13 +86,14 @@ def _rows(name: str, x: Any, state: structure.Tree, microbatches: int) -> struct
     if leaves and all(isinstance(leaf, Layout | tree.ArraySpec) for leaf in leaves):
         return x
     given: Any = (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x
-    if not isinstance(given, tuple | list):
-        raise ValueError(
-            f"Description: batch[{name!r}]: got {structure.in_words(x)}, wanted the shape of an int64 array, (shape, "
-            "dtype), a tensor like it, or its Layout"
-        )
-    typed = len(given) == 2 and isinstance(given[1], torch.dtype)
+    typed = isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], torch.dtype)
     shape, dtype = (given[0], given[1]) if typed else (given, torch.int64)
+    if not isinstance(shape, tuple | list) or not all(type(n) is not bool and isinstance(n, Integral) for n in shape):
+        got = structure.in_words(x) if isinstance(x, Mapping) or not isinstance(x, tuple | list) else f"{x!r:.60}"
+        raise ValueError(
+            f"Description: batch[{name!r}]: got {got}, wanted the shape of an int64 array, (shape, torch dtype), a "
+            "tensor like it, or its Layout; ((8, 64), torch.float32)"
+        )
     by, mesh = spec.strategy_of(state) or DataParallel(), tree.leaves(tree.layouts(state))[0].mesh
     return by.batch_layout(tuple(shape), dtype, mesh, microbatches)
 

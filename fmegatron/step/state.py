@@ -34,6 +34,7 @@ __all__ = [
 
 
 _PARAMS = "params"
+_ALL = ".*"  # the pattern of every path
 
 
 class Unseen(NamedTuple):
@@ -195,22 +196,37 @@ def state_specs(
     params = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), tree.named(param_specs))
     seen = _seen(tree.map(_on_device, params), strategy)
     opt = tree.map(lambda spec: dataclasses.replace(spec, strategy=strategy), optimizer.init(seen))
-    rows = [(".*", memory)] if isinstance(memory, str) else [*memory]
+    rows = _memories(memory)
     of_params = [row for row in rows if row[0].partition("/")[0] == _PARAMS]
-    (placed,) = _remembered({_PARAMS: params}, of_params, False).values() if of_params else (params,)
-    return State(step, placed, _remembered(opt, [row for row in rows if row not in of_params], isinstance(memory, str)))
+    (placed,) = _remembered({_PARAMS: params}, of_params).values() if of_params else (params,)
+    return State(step, placed, _remembered(opt, [row for row in rows if row not in of_params]))
 
 
 def _on_device(spec: tree.ArraySpec) -> tree.ArraySpec:
     return dataclasses.replace(spec, layout=on_device(spec.layout))
 
 
-def _remembered(specs: structure.Tree, rows: Sequence[tuple[str, str]], of_all: bool) -> structure.Tree:
-    """The specs of a part of a state, in their memories. of_all: whether a row may decide no array."""
-    for pattern, wanted in rows:
-        if wanted not in layout.MEMORIES:
-            known = ", ".join(layout.MEMORIES)
-            raise ValueError(f"state_specs: memory: got {wanted!r} for {pattern!r}, wanted one of {known}")
+def _memories(given: Any) -> list[tuple[str, str]]:
+    """Rows of (pattern, memory), of one word for all or as they were given; ValueError for what is neither."""
+    known = ", ".join(layout.MEMORIES)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        given = [(_ALL, given)]
+    for row in given:
+        if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != 2 or not isinstance(row[0], str):
+            raise ValueError(
+                f"state_specs: memory: got {row!r:.60} as a row, wanted one of {known} for all, or rows of (pattern, "
+                'memory); [("params", "host"), (".*", "host")]'
+            )
+        if row[1] not in layout.MEMORIES:
+            raise ValueError(
+                f"state_specs: memory: got {row[1]!r} for {row[0]!r}, wanted one of {known}; or, of some arrays, rows: "
+                '[("params", "host"), (".*", "host")]'
+            )
+    return [(pattern, memory) for pattern, memory in given]
+
+
+def _remembered(specs: structure.Tree, rows: Sequence[tuple[str, str]]) -> structure.Tree:
+    """The specs of a part of a state, in their memories. A row for all that is left may find nothing left."""
     rules, decided = Rules([*((pattern, (i,)) for i, (pattern, _) in enumerate(rows)), (".*", (-1,))]), set()
 
     def one(path: str, spec: tree.ArraySpec) -> tree.ArraySpec:
@@ -221,7 +237,7 @@ def _remembered(specs: structure.Tree, rows: Sequence[tuple[str, str]], of_all: 
         return dataclasses.replace(spec, layout=spec.layout.replace(memory=rows[i][1]))
 
     placed = structure.map_with_path(one, specs)
-    if left := [pattern for i, (pattern, _) in enumerate(rows) if i not in decided and not of_all]:
+    if left := [pattern for i, (pattern, _) in enumerate(rows) if i not in decided and pattern != _ALL]:
         raise ValueError(
             f"state_specs: memory: got {left[0]!r}, which decides no array, wanted patterns of full segments of paths "
             f"such as {', '.join(tree.paths(specs)[:4])}"

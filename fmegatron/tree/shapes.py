@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ def specs(
     f32[4, 64@fsdp, 64@tp] on fsdp2·tp2 Constant(value=1.0)
     """
     layout_rules = rules if isinstance(rules, Rules) else Rules([*rules, (".*", ())])
-    one_for_all = isinstance(init, Init | int | float)
-    inits = Rules([(".*", (init,))] if one_for_all else [(pattern, (value,)) for pattern, value in init])
+    inits = _inits(init)
     strategy = DataParallel.named(strategy) if isinstance(strategy, str) else strategy
     rows = () if stacked is None else [(stacked, None)] if isinstance(stacked, str) else [*stacked]
     layers = Rules([*((pattern, (0,)) for pattern, _ in rows), (".*", ())])
@@ -77,16 +77,29 @@ def specs(
         if strategy is not None:
             layout = strategy.params_layout(layout, whole=layers.match(path))
         try:
-            value = initial(inits.match(path)[0])
+            return ArraySpec(layout, inits.match(path)[0], strategy=strategy, stacked=counts)
         except ValueError as error:
             raise ValueError(f"specs: {path}: {error}") from None
-        return ArraySpec(layout, value, strategy=strategy, stacked=counts)
 
     return map_with_path(one, shapes, is_leaf=_is_tuple_of_numbers)
 
 
+def _inits(init: Any) -> Rules:
+    """Rows of (pattern, initial values) as rules; one value is that of every path."""
+    if not isinstance(init, Iterable) or isinstance(init, str | torch.Tensor):
+        return Rules([(".*", (initial(init),))])
+    rows = [*init]
+    for row in rows:
+        if not (isinstance(row, Sequence) and len(row) == 2 and isinstance(row[0], str)) or isinstance(row, str):
+            raise ValueError(
+                f"specs: init: got {row!r:.60} as a row, wanted (pattern, initial values); "
+                "[('norm', 1.0), ('.*', tree.Normal(0.02))]"
+            )
+    return Rules([(pattern, (value,)) for pattern, value in rows])
+
+
 def _is_tuple_of_numbers(x: Any) -> bool:
-    return type(x) in (tuple, torch.Size) and all(isinstance(n, int) and not isinstance(n, bool) for n in x)
+    return type(x) in (tuple, torch.Size) and all(isinstance(n, Integral) and not isinstance(n, bool) for n in x)
 
 
 def local(values: Tree, layouts: Tree, rank: int) -> Tree:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,30 +25,59 @@ class Constant:
 
 @dataclass(frozen=True)
 class Normal:
-    """Normal distribution of mean 0 and standard deviation `std`."""
+    """Normal distribution of mean 0 and standard deviation `std`. Raises ValueError for one below 0."""
 
     std: float = 1.0
+
+    def __post_init__(self):
+        if not is_number(self.std) or not 0 <= self.std < math.inf:
+            raise ValueError(f"Normal: std: got {self.std!r:.60}, wanted a finite number of 0 or more; Normal(0.02)")
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform distribution on [lo, hi)."""
+    """Uniform distribution on [lo, hi). Raises ValueError for bounds that are none."""
 
     lo: float = 0.0
     hi: float = 1.0
+
+    def __post_init__(self):
+        if not (is_number(self.lo) and is_number(self.hi) and -math.inf < self.lo <= self.hi < math.inf):
+            raise ValueError(
+                f"Uniform: got lo={self.lo!r:.60}, hi={self.hi!r:.60}, wanted finite numbers, the lower first; "
+                "Uniform(-0.1, 0.1)"
+            )
 
 
 Init = Constant | Normal | Uniform
 zeros = Constant(0.0)
 
 
-def initial(given: Init | float) -> Init:
+def is_number(x: Any) -> bool:
+    """Whether it is a real number, of Python or of numpy; what is true or false is none."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def initial(given: Any) -> Init:
     """Initial values as they were given: a number is that of every element. ValueError for what is none."""
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return Constant(given)
+    if is_number(given):
+        return Constant(int(given) if isinstance(given, numbers.Integral) else float(given))
     if not isinstance(given, Init):
-        raise ValueError(f"init: got {given!r:.60}, wanted a number, Normal(std) or Uniform(lo, hi)")
+        raise ValueError(
+            f"init: got {given!r:.60}, wanted a number, Normal(std) or Uniform(lo, hi); "
+            "or, of several leaves, rows: [('norm', 1.0), ('.*', tree.Normal(0.02))]"
+        )
     return given
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Whether arrays of the dtype have this number, to rounding of their own."""
+    if dtype is torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return value != value or abs(value) == math.inf or abs(value) <= torch.finfo(dtype).max
+    whole = torch.iinfo(dtype)
+    return whole.min <= value <= whole.max and value == int(value)
 
 
 @dataclass(frozen=True)
@@ -65,7 +96,7 @@ class ArraySpec:
     then is a number.
     init: `Normal(std)`, `Uniform(lo, hi)`, or the number that every element is; 0 by default.
 
-    Raises ValueError for other initial values.
+    Raises ValueError for other initial values, and for a number that the dtype does not have.
     """
 
     layout: Layout
@@ -78,6 +109,11 @@ class ArraySpec:
 
     def __post_init__(self):
         object.__setattr__(self, "init", initial(self.init))
+        if isinstance(self.init, Constant) and not _holds(self.dtype, self.init.value):
+            raise ValueError(
+                f"init: got {self.init.value} for {self.layout}, wanted a number that its dtype has; give another "
+                "number, or dtype="
+            )
         if not self.saved and not isinstance(self.init, Constant):
             raise ValueError(f"ArraySpec: got saved=False and {self.init}, wanted a number: a restore has no key")
         if self.stacked and not self.layout.lead:

@@ -4,6 +4,7 @@ import copy
 import pickle
 from fractions import Fraction
 
+import numpy as np
 import torch
 
 from fmegatron.collectives import Axes
@@ -39,3 +40,13 @@ def test_they_are_numbers():
     assert {2: "a"}[dp] == "a" and repr(dp) == "2" and list(range(dp)) == [0, 1]
     for again in (copy.deepcopy(dp), pickle.loads(pickle.dumps(dp))):
         assert again == dp and of_ranks(again) == of_ranks(dp)
+
+
+def test_numpy_takes_them_for_numbers_of_python():
+    """Which have no dtype: what they are multiplied by keeps its own."""
+    dp, half = MESH["dp"], 1 / MESH["dp"]
+    rows, bytes_ = np.ones(2, np.float32), np.ones(2, np.uint8)
+    made = (rows * dp, dp * rows, rows / dp, rows * half, rows + dp, np.multiply(rows, dp), np.float32(1) * half)
+    assert {x.dtype for x in made} == {rows.dtype} and {(bytes_ * dp).dtype, (dp + bytes_).dtype} == {bytes_.dtype}
+    assert np.zeros(dp).shape == (2,) and np.array([dp, 3]).dtype == np.int64 and rows.reshape(dp, 1).shape == (2, 1)
+    assert dp ** float("inf") == float("inf") and 2**dp == 4 and pow(dp, 3, 5) == 3

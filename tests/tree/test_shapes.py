@@ -1,5 +1,8 @@
 """Specs from shapes, and the local parts of global tensors."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,11 +66,35 @@ def test_a_table_of_rules_must_cover_its_paths():
         ({"w": (3, 4)}, {"rules": [("w", ("model",))]}, r"w: by the rule 'w': .*got axis 'model', wanted one of"),
         ({"w": (3, 4)}, {"init": [("v", 1.0)]}, r"got no rule for the path 'w'"),
         ({"w": (3, 4)}, {"init": [("w", "ones")]}, r"specs: w: init: got 'ones', wanted a number, Normal"),
+        ({"w": (3, 4)}, {"init": [("w", True)]}, r"specs: w: init: got True, wanted a number"),
+        ({"w": (3, 4)}, {"init": None}, r"init: got None, wanted a number, .*; or, of several leaves, rows"),
+        ({"w": (3, 4)}, {"init": torch.ones(())}, r"init: got tensor\(1.\), wanted a number"),
+        ({"w": (3, 4)}, {"init": [1.0]}, r"specs: init: got 1.0 as a row, wanted \(pattern, initial values\)"),
+        ({"w": (3, 4)}, {"init": {"w": 1.0}}, r"specs: init: got 'w' as a row, wanted \(pattern, initial values\)"),
+        ({"w": (3, 4)}, {"init": 1.5, "dtype": torch.int64}, r"specs: w: init: got 1.5 for i64\[3, 4\]"),
+        ({"w": (3, 4)}, {"init": -1, "dtype": torch.uint8}, r"specs: w: init: got -1 for u8\[3, 4\]"),
+        ({"w": (3, 4)}, {"init": 10**400}, r"specs: w: init: got 10+ for f32\[3, 4\]"),
     ],
 )
 def test_errors(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         tree.specs(shapes, MESH, **options)
+
+
+@pytest.mark.parametrize("number", [2, 2.0, np.float32(2), np.int64(2), Fraction(2), MESH["dp"], 1 / MESH["dp"] * 4])
+def test_numbers_of_any_kind(number):
+    """Of numpy and of ranks, too: they are initial values, alone and in rows, and a spec keeps a plain one."""
+    for init in (number, [("w", number)]):
+        spec = tree.specs({"w": (np.int64(3),)}, Mesh(), init=init)["w"]
+        assert type(spec.init.value) in (int, float)
+        assert tree.init({"w": spec}, 0, 0)["w"].tolist() == [2.0] * 3
+    assert tree.ArraySpec(spec.layout.replace(dtype=torch.float16), float("inf")).init.value == float("inf")
+
+
+@pytest.mark.parametrize("make", [lambda: tree.Normal(-1), lambda: tree.Normal("a"), lambda: tree.Uniform(1, 0)])
+def test_distributions_that_are_none(make):
+    with pytest.raises(ValueError, match=r"(Normal: std|Uniform): got .*, wanted .*finite number"):
+        make()
 
 
 @pytest.mark.parametrize("use", [tree.layouts, lambda shapes: tree.init(shapes, 0, 0)])
