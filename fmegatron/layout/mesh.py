@@ -91,7 +91,8 @@ class Mesh:
         """Size of an axis, 1 for a standard one that the mesh lacks. Raises ValueError for an unknown one.
 
         It knows that it is the number of ranks along the axis, as do products and quotients of it (`rank_counts`), so
-        that a check of a step knows a division by it.
+        that a check of a step knows a division by it. `int(mesh["dp"])` knows nothing: for a file of `torch.save` that
+        `torch.load` is to open with weights_only=True.
         """
         try:
             return self._count_of[axis]

@@ -276,3 +276,23 @@ def test_a_pipeline_refuses_them():
     described = model.build(config, optim.adamw(1e-2), mesh, (4, CONFIG.max_seq), microbatches=2, memory=ALL)
     with pytest.raises(ValueError, match='in host memory.*leave "params" out of memory='):
         step.check(*described)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (None, "got None for '.*', wanted one of device, host, host-update; or, of some arrays, rows"),
+        ([("adam",)], r"got \('adam',\) as a row, wanted .* rows of \(pattern, memory\)"),
+        (("adam/m", "host"), "got 'adam/m' as a row, wanted .* rows"),
+        ({"adam": "host"}, r"got {'adam': 'host'} for '.\*', wanted one of"),
+    ],
+)
+def test_memories_that_are_none(memory, words):
+    with pytest.raises(ValueError, match="state_specs: memory: " + words):
+        step.state_specs(tree.specs({"w": (3,)}, Mesh()), optim.adamw(1e-2), memory=memory)
+
+
+def test_rows_for_all_that_is_left_may_find_nothing_left():
+    """An optimizer without arrays of its own, given the rows that suit any."""
+    found = step.state_specs(tree.specs({"w": (3,)}, Mesh()), optim.sgd(1e-2), memory=ALL)
+    assert found.params["w"].layout.memory == "host"
