@@ -8,6 +8,7 @@ import importlib
 import types
 
 import pytest
+import torch
 
 from experiments import shakespeare
 from fmegatron import checkpoint, loop, step, testing, tree
@@ -121,3 +122,13 @@ def test_a_description_takes_shapes_as_build_does():
     assert by_hand.batch["x"].axes(0) == ("fsdp",) and build is step.build
     with pytest.raises(ValueError, match=r"Description: batch\['x'\]: got 16, wanted the shape of an int64 array"):
         step.Description(value.function, value.state, {"x": 16})
+    for wrong in (
+        ((16, 8), "float32"),
+        (torch.float32, (16, 8)),
+        ((8.0, 4), torch.float32),
+        ((True, 4), torch.float32),
+    ):
+        with pytest.raises(ValueError, match=r"batch\['x'\]: got \(.*, wanted .*torch dtype"):
+            step.Description(value.function, value.state, {"x": wrong})
+    with pytest.raises(ValueError, match="Description: state: got None, wanted specs of a state"):
+        step.Description(value.function, None, {"x": (16, 8)})
