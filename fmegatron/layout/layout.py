@@ -128,6 +128,8 @@ class Layout:
         put(self, "padded", self.padded if self.padded > 1 else bool(self.padded) and not even)
         if given and isinstance(last := given[-1], Split) and not last.assigned:  # also over an axis of size 1
             put(self, "beside", last.lengths(self.shape[-1]))
+        if not 0 <= self.lead <= len(self.shape):
+            raise ValueError(f"layout {self.shape}: got lead={self.lead}, wanted how many of its dims count arrays")
         whole = len(self.beside) > 1 and sum(self.beside) == self.shape[-1]  # of another shape these are not the parts
         put(self, "beside", tuple(self.beside) if whole else ())
 
@@ -414,13 +416,21 @@ class Layout:
     # ---- other layouts
 
     def replace(self, **changes) -> Layout:
-        """This layout with some fields changed; checked again."""
+        """This layout with some fields changed; checked again. Of another number of dims lead is 0 where it is not given."""
         unknown = set(changes) - {f.name for f in fields(self)}
         if unknown:
             raise ValueError(
                 f"Layout.replace: got {sorted(unknown)}, wanted fields among {[f.name for f in fields(self)]}"
             )
+        if len(changes.get("shape", self.shape)) != len(self.shape):
+            changes = {"lead": 0, **changes}
         return Layout(**{f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(self)})
+
+    def meaning(self, other: Layout) -> Layout:
+        """This layout; where it says nothing of what its dims mean, and one of the same shape does, with that."""
+        if self.lead or self.beside or self.shape != other.shape or not (other.lead or other.beside):
+            return self
+        return self.replace(lead=other.lead, beside=other.beside)
 
     def without(self, axis: str | tuple[str, ...]) -> Layout:
         """The layout after a gather over `axis` (and after the sum, where it was unreduced): the axis is not used."""

@@ -5,13 +5,14 @@ import copy
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from fmegatron import checkpoint
+from fmegatron import checkpoint, tree
 from fmegatron.files import whole
 from fmegatron.layout import Mesh
 from fmegatron.loop.config import CLASSES, Config
@@ -22,6 +23,7 @@ from fmegatron.loop.plain import fields, plain
 from fmegatron.tree import structure
 
 _ABSENT = object()
+_BY_DIMS = "by_dims"  # of metadata: saved since dims decide what decays, and layouts what Muon takes apart
 _KNOWN = ("data", "tokenizer")  # facts that are there without a word: of the batches, and of `kept`
 
 
@@ -117,7 +119,7 @@ class Settings:
         samples: None for data that is not counted in samples.
         """
         own = {"config": self.config, "facts": self.facts, "samples": None if samples is None else int(samples)}
-        return {**self.kept, **own}
+        return {**self.kept, **own, _BY_DIMS: True}
 
     def write(self, path: str | os.PathLike) -> None:
         """Write config and facts as a JSON file for people and programs, in place of one that is there."""
@@ -196,6 +198,8 @@ class Settings:
         step, state, metadata = manager.restore_latest(target_layouts, prefer_finite=prefer_finite, read=read)
         if changes is None or metadata != before:  # it walked back past one that is damaged, or not finite
             changes = self._accepted(metadata, step)
+        if _BY_DIMS not in metadata and (since := _by_dims_now(target_layouts)):
+            changes = dataclasses.replace(changes, named=(*changes.named, *since))
         if manager.world.rank == 0 and (text := str(changes)):
             told = f"resumed from step {step} with other settings:\n{text}"
             Onlooker("what a run shows of itself")(print, told, flush=True)
@@ -266,6 +270,22 @@ def _declared(config: Any, prefix: str = "") -> tuple[dict[str, str], dict[str, 
             with contextlib.suppress(ValueError):
                 defaults.update(_each_level(name, plain(default)) if name in nested else {name: plain(default)})
     return {name: kind for name, kind in classes.items() if kind is not None}, defaults, nested
+
+
+def _by_dims_now(specs: structure.Tree) -> tuple[str, ...]:
+    """What optimizers do in another way by default than when the letters "norm" and "bias" decided, in words."""
+    leaves = zip(tree.paths(specs), tree.leaves(tree.layouts(specs)), strict=True)
+    params = {p.partition("/")[2]: layout for p, layout in leaves if p.startswith("params/")}
+    found = []
+    if other := [p for p, x in params.items() if x.is_matrix == bool(re.search("norm|bias", p, re.IGNORECASE))]:
+        what = "what decays, and travels in 16 bits, where the optimizer (decay=) does not say it"
+        found.append(f"{what}: by names -> by dims, other for {', '.join(other)}")
+    state = [p for p in tree.paths(specs) if p.startswith("opt/") and "muon/" in p]
+    if apart := [p for p, x in params.items() if x.beside and any(q.endswith(f"/{p}") for q in state)]:
+        found.append(
+            f"muon's parts, where they are not given (parts=() as before): one -> apart for {', '.join(apart)}"
+        )
+    return tuple(found)
 
 
 def _is_mesh(value: Any) -> bool:

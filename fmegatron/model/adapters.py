@@ -129,7 +129,7 @@ def _adapter(path: str, array: Array, spec: tree.ArraySpec, rank: int, alpha: fl
     whole = tuple(range(len(lead)))
 
     def factor(shape: tuple[int, ...], entries: tuple, init: Init | float) -> tree.ArraySpec:
-        split = layout.replace(shape=(*lead, *shape), spec=(*at, *entries))
+        split = layout.replace(shape=(*lead, *shape), spec=(*at, *entries), beside=())
         return dataclasses.replace(spec, layout=at_rest(path, split, array.kept, strategy, whole), init=init)
 
     pairs = tuple(
@@ -140,7 +140,7 @@ def _adapter(path: str, array: Array, spec: tree.ArraySpec, rank: int, alpha: fl
         for width in array.parts or (F,)
     )
     layers = tuple(lead[: int(spec.stacked)])
-    scale = layout.replace(shape=layers, spec=(None,) * len(layers), dtype=torch.float32)
+    scale = layout.replace(shape=layers, spec=(None,) * len(layers), dtype=torch.float32, lead=len(layers))
     return Adapter(pairs, dataclasses.replace(spec, layout=scale, init=alpha / rank))
 
 

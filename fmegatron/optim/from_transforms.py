@@ -1,11 +1,12 @@
 """Optimizer: (init, update), made of a chain of transforms, one count, and master copies of narrow parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives.known_ranks import require_one_rank
 from fmegatron.layout import Layout
 from fmegatron.optim.clipping import GradNorm, clip
 from fmegatron.optim.recorded import recorded
@@ -111,6 +112,8 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
     def update(
         grads: structure.Tree, state: structure.Tree, params: structure.Tree, norm: GradNorm | None = None
     ) -> tuple[structure.Tree, structure.Tree]:
+        given = params
+        params = _with_meaning(params, grads, state, inner.by_dims)
         _require_alike(grads, state, params, init)
         if norm is not None and norm.limit is not None:
             grads = clip(grads, norm.value, norm.limit)
@@ -123,9 +126,38 @@ def optimizer(*unnamed: object, **transforms: Transform) -> Optimizer:
         if master is not None:
             new_state["master"] = tree.map(lambda p, w: None if p.dtype == w.dtype else w, params, working)
         # The next update of the same function must find the layouts again: a matrix optimizer goes by them.
-        return tree.map(lambda p, w: labels.alike(w.to(p.dtype), p), params, working), new_state
+        return tree.map(lambda p, w: labels.alike(w.to(p.dtype), p), given, working), new_state
 
     return Optimizer(init, update)
+
+
+def _with_meaning(
+    params: structure.Tree, grads: structure.Tree, state: structure.Tree, by_dims: bool
+) -> structure.Tree:
+    """The parameters, where those that were computed, and so do not know their layouts, would be taken for matrices
+    and are vectors, or the other way about, by what their gradients and their state know: as aliases that know it.
+
+    by_dims: whether the numbers depend on it; ValueError then, naming the path, for one of 1 dim of which nothing is
+    known where there are several ranks: it may be a range of a matrix (`require_one_rank`).
+    """
+    if all(tree.layout_of(p) is not None for p in tree.leaves(params)):
+        return params
+    shapes = {path: p.shape for path, p in zip(tree.paths(params), tree.leaves(params), strict=True)}
+    known: dict[str, Layout] = {}
+    for path, x in (*zip(*structure.flatten(state)[:2], strict=True), *zip(*structure.flatten(grads)[:2], strict=True)):
+        of, layout = _behind(path, shapes), tree.layout_of(x) if isinstance(x, torch.Tensor) else None
+        if layout is not None and shapes.get(of) == x.shape and not layout.unreduced:
+            known[of] = layout.meaning(known.get(of, layout))
+
+    def one(path: str, p: torch.Tensor) -> torch.Tensor:
+        layout = known.get(path)
+        if by_dims and tree.layout_of(p) is None and layout is None and p.dim() == 1:
+            require_one_rank("optimizer", path, "parameter", (*tree.leaves(grads), *tree.leaves(state)))
+        if tree.layout_of(p) is not None or layout is None or layout.is_matrix == (p.dim() > 1):
+            return p
+        return labels.labelled(p.detach(), layout.replace(dtype=p.dtype))
+
+    return structure.map_with_path(one, params)
 
 
 def _require_alike(grads: structure.Tree, state: structure.Tree, params: structure.Tree, init: Callable) -> None:
@@ -167,7 +199,7 @@ def _alike(a: Layout | None, b: Layout) -> bool:
     return (a.shape, a.mesh, a.spec, a.flat, a.local_shape(0)) == (b.shape, b.mesh, b.spec, b.flat, b.local_shape(0))
 
 
-def _behind(path: str, layouts: dict[str, Layout]) -> str:
+def _behind(path: str, layouts: Mapping[str, object]) -> str:
     """Of the path of a leaf of a state, such as "adam/m/blocks/w", that of its parameter; else itself."""
     while path and path not in layouts:
         path = path.partition("/")[2]

@@ -134,7 +134,8 @@ def grouped(
         return lambda path, leaf: direction_of(path, leaf) == name
 
     named = {name: masked_by(transform, only(name)) for name, transform in transforms.items()}
-    inner = optimizer(**named, decay=stateless(add_decay), rate=scale_by_rates(rate_of, learning_rate))
+    decay = stateless(add_decay)._replace(by_dims=bool(weight_decay))
+    inner = optimizer(**named, decay=decay, rate=scale_by_rates(rate_of, learning_rate))
 
     def init(params: structure.Tree) -> structure.Tree:
         _require_that_rules_decide(rules, tree.paths(params))

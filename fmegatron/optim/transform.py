@@ -25,6 +25,7 @@ class Transform(NamedTuple):
     made of it; `count` (0-d int64) is the number of updates done before this one. The last transform's result is added
     to the parameters. A transform without state has the state {}.
     text: the call that made it, which is its repr.
+    by_dims: whether what it does depends on which parameters are matrices (`Layout.is_matrix`).
     """
 
     init: Callable[[structure.Tree], structure.Tree]
@@ -32,6 +33,7 @@ class Transform(NamedTuple):
         [structure.Tree, structure.Tree, structure.Tree, torch.Tensor], tuple[structure.Tree, structure.Tree]
     ]
     text: str = ""
+    by_dims: bool = False
 
     def __repr__(self) -> str:
         return self.text or f"Transform of {self.update.__module__}"
@@ -65,7 +67,7 @@ def chain(*unnamed: object, **transforms: Transform) -> Transform:
                 new_state[name] = new
         return updates, new_state
 
-    return Transform(init, update)
+    return Transform(init, update, by_dims=any(transform.by_dims for transform in transforms.values()))
 
 
 def require_named(who: str, unnamed: tuple, transforms: dict) -> None:
@@ -89,7 +91,7 @@ def masked(transform: Transform, where: Where | None) -> Transform:
     in it; None: matrices, and stacks of them (`Layout.is_matrix`).
     """
     if where is None:
-        return masked_by(transform, lambda path, leaf: labels.is_matrix(leaf))
+        return masked_by(transform, lambda path, leaf: labels.is_matrix(leaf))._replace(by_dims=True)
     selects = path_predicate(where)
     return masked_by(transform, lambda path, leaf: selects(path))
 

@@ -62,9 +62,8 @@ class Compiled:
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run: Callable[..., Any] | None = None
         self.donation: Donation | None = None
-        labels = _known_of_outputs(traced, self.donated, checked)
-        for i, found in () if self.report is None else self.report.found:
-            labels[i] = labels[i] or found.label
+        found = {} if self.report is None else dict(self.report.found)
+        labels = _known_of_outputs(traced, self.donated, checked, found)
         self.labels = [(i, label) for i, label in enumerate(labels) if label is not None]
         if self.donated:
             self.donation = self._donation(watching.name, newest)
@@ -446,10 +445,13 @@ def jit(
     return Jitted(fn, positions, target, check, dict(allow or {}))
 
 
-def _known_of_outputs(traced: Traced, donated: Mapping[int, int], checked: bool) -> list[layout.Label | None]:
+def _known_of_outputs(
+    traced: Traced, donated: Mapping[int, int], checked: bool, found: Mapping[int, layout.Layout]
+) -> list[layout.Label | None]:
     """The layouts of the outputs of a compiled call, where they are known: new values of donated arrays have theirs,
     others what the function states, where that was checked or there is one rank; and on one rank what has the shape of
-    the array in whose place it stands has its layout, as there is no other."""
+    the array in whose place it stands has its layout, as there is no other. found: what the check has proven of others.
+    What dims mean is known of the array in whose place one stands, where nothing else says it."""
     labels = [label if checked and label and not label.layout.unreduced else None for label in traced.out_labels]
     inputs = dict(zip(traced.in_paths, zip(traced.in_labels, traced.fakes, strict=True), strict=True))
     several = traced.out_tree.type is tuple
@@ -458,6 +460,8 @@ def _known_of_outputs(traced: Traced, donated: Mapping[int, int], checked: bool)
         alike = fake is not None and (fake.shape, fake.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
         if label is not None and alike and label.layout.mesh.size == 1:
             labels[i] = labels[i] or label
+        own = labels[i] or (found[i].label if i in found else None)
+        labels[i] = own if own is None or label is None else own.layout.meaning(label.layout).label
     for out, given in donated.items():
         labels[out] = traced.in_labels[given]
     return labels

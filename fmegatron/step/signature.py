@@ -31,7 +31,7 @@ def signature_of(leaves: list, labels: bool = False) -> list[tuple]:
     """One key per leaf; calls with equal lists (and tree structures) run the same graph.
 
     labels: whether the layouts of arrays count too (`tree.place`): on several ranks a graph is checked by them. Their
-    memory counts always: a graph moves what is in host memory.
+    memory, and what their dims mean, count always: a graph moves what is in host memory, and decays what is a matrix.
     """
     if labels:
         return [
@@ -39,14 +39,15 @@ def signature_of(leaves: list, labels: bool = False) -> list[tuple]:
             for x in leaves
         ]
     return [
-        (x.shape, x.stride(), x.dtype, x.device, _memory(x)) if isinstance(x, torch.Tensor) else _constant(x)
+        (x.shape, x.stride(), x.dtype, x.device, _stated(x)) if isinstance(x, torch.Tensor) else _constant(x)
         for x in leaves
     ]
 
 
-def _memory(x: torch.Tensor) -> str:
+def _stated(x: torch.Tensor) -> tuple[str, int, tuple[int, ...]]:
     label = label_of(x)
-    return "device" if label is None else label.layout.memory
+    layout = None if label is None else label.layout
+    return ("device", 0, ()) if layout is None else (layout.memory, layout.lead, layout.beside)
 
 
 def _constant(x: Any) -> tuple:
@@ -116,9 +117,10 @@ def _paths(spec: Any) -> list[str]:
     return tree.paths(optree.tree_unflatten(spec, range(spec.num_leaves)))
 
 
-def _known(of: Label | str | None) -> str:
-    if isinstance(of, str):
-        return f"in {of} memory"
+def _known(of: Label | tuple | None) -> str:
+    if isinstance(of, tuple):
+        memory, lead, beside = of
+        return f"in {memory} memory (lead={lead}, beside={beside})"
     return "without a known layout" if of is None else f"{of.layout}"
 
 

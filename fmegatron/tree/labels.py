@@ -47,10 +47,12 @@ def is_matrix(leaf: Any) -> bool:
 def labelled(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """`x`, known to have `layout`: the same tensor, or an alias of it where it is known to have another one.
 
-    For the library's own functions, which know; `place` compares shapes and dtypes.
+    What its dims mean stays known where the new layout, as one that comes from a file, does not say it. For the
+    library's own functions, which know; `place` compares shapes and dtypes.
     """
     known = label_of(x)
-    if known is not None and known.layout != layout:
+    layout = layout if known is None else layout.meaning(known.layout)
+    if known is not None and known.layout.meaning(layout).label != layout.label:
         x = x.detach() if not x.requires_grad else x.view_as(x)
     x._layout = layout.label  # pyright: ignore[reportAttributeAccessIssue]  an attribute of the object
     return x

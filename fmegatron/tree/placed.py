@@ -39,7 +39,8 @@ def place(arrays: Tree, of: Tree, rank: int = 0) -> Tree:
     check(arrays, of, rank, "place: the arrays")
     for path, x, layout in zip(paths, leaves, flatten(of)[1], strict=True):
         known = layout_of(x)
-        if known is not None and known != layout:
+        layout = layout if known is None else layout.meaning(known)
+        if known is not None and known.meaning(layout).label != layout.label:
             raise ValueError(
                 f"place: {path}: got a tensor that is known to be {known}, wanted one for {layout}: where it "
                 "stands elsewhere, the old layout is believed; give x.detach(), which has the same memory"

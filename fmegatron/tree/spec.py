@@ -116,7 +116,7 @@ class ArraySpec:
             )
         if not self.saved and not isinstance(self.init, Constant):
             raise ValueError(f"ArraySpec: got saved=False and {self.init}, wanted a number: a restore has no key")
-        if self.stacked and not self.layout.lead:
+        if self.stacked and self.shape and not self.layout.lead:
             object.__setattr__(self, "layout", self.layout.replace(lead=1))
 
     @property
