@@ -416,7 +416,7 @@ class Layout:
     # ---- other layouts
 
     def replace(self, **changes) -> Layout:
-        """This layout with some fields changed; checked again. Of another number of dims lead is 0 where it is not given."""
+        """This layout with some fields changed; checked again. Of another number of dims `lead` is 0 if not given."""
         unknown = set(changes) - {f.name for f in fields(self)}
         if unknown:
             raise ValueError(
