@@ -427,7 +427,7 @@ class Layout:
         return Layout(**{f.name: changes.get(f.name, getattr(self, f.name)) for f in fields(self)})
 
     def meaning(self, other: Layout) -> Layout:
-        """This layout; where it says nothing of what its dims mean, and one of the same shape does, with that."""
+        """This layout; where it states nothing of what its dims mean, and one of the same shape does, with that."""
         if self.lead or self.beside or self.shape != other.shape or not (other.lead or other.beside):
             return self
         return self.replace(lead=other.lead, beside=other.beside)

@@ -47,7 +47,7 @@ def is_matrix(leaf: Any) -> bool:
 def labelled(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """`x`, known to have `layout`: the same tensor, or an alias of it where it is known to have another one.
 
-    What its dims mean stays known where the new layout, as one that comes from a file, does not say it. For the
+    What its dims mean stays known where the new layout, as one that comes from a file, does not state it. For the
     library's own functions, which know; `place` compares shapes and dtypes.
     """
     known = label_of(x)
