@@ -262,12 +262,19 @@ WRONG = [
     ({"a": np.str_("x")}, "^a: got a numpy array of dtype <U1"),
     ({"a": torch.ones(2, device="meta")}, r"^a: got a meta tensor, wanted one with memory; pass x.to_empty"),
     ({"a": torch.ones(2, 2).to_sparse()}, r"^a: got torch.sparse_coo, .*; pass x.to_dense\(\)"),
+    ({"a": torch.ones(2, dtype=torch.uint8).view(torch.uint4)}, r"^a: got dtype torch.uint4, .*; pass x.view"),
     ({1: torch.ones(1), "1": torch.ones(1)}, "^1: got two leaves of this path"),
     ({"a": {"b": torch.ones(1)}, "a/b": 2}, "^a/b: got a key that is below another key"),
     ({"": torch.ones(1)}, "^state: got the key '', wanted text; rename the key"),
     ({frozenset("a"): torch.ones(1)}, r"its key\): got frozenset"),
     ({"\ud800": torch.ones(1)}, "half a surrogate pair in a key"),
 ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"^a: got a nested tensor, .*; pass list"):
+        save(tmp_path / "c", {"a": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])})
 
 
 @pytest.mark.parametrize("state, text", WRONG, ids=lambda x: None if isinstance(x, str) else "state")

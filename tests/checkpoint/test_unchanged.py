@@ -74,6 +74,21 @@ def test_what_does_not_change_the_leaf_is_no_change(tmp_path, monkeypatch, neigh
     assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": base[:, :1024].contiguous()})
 
 
+def test_a_leaf_of_repeated_elements_is_a_part_of_its_memory(tmp_path, monkeypatch):
+    """Also where it has as many elements as the memory."""
+    base = torch.arange(1024.0 * 100).view(1024, 100)
+    state = {"rows": base[:1].expand(1024, 100), "windows": base.view(-1)[:2000].unfold(0, 1024, 1)[:100]}
+    around(monkeypatch, saving, "write_part", "behind", lambda: base[500:].add_(1))
+    checkpoint.save(tmp_path / "step", state)
+    assert_same_bits(
+        checkpoint.restore(tmp_path / "step"),
+        {k: x.clone(memory_format=torch.contiguous_format) for k, x in state.items()},
+    )
+    around(monkeypatch, saving, "write_part", "behind", lambda: base[0].add_(1))
+    with pytest.raises(RuntimeError, match="got a leaf that changed while it was saved"):
+        checkpoint.save(tmp_path / "again", state)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -233,6 +248,23 @@ def test_a_save_that_another_library_plans(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="x: got a leaf that changed"):
         begun.orders[0].write(tmp_path / "step", {"x": [x]}, begun)
     begun.end()
+
+
+def test_several_boxes_of_a_leaf_that_another_library_plans(tmp_path, monkeypatch):
+    """They are joined in a copy, which a write between two of them would tear, and which itself nobody writes to."""
+    parts = [torch.zeros(8, 64), torch.zeros(64, 8).t()]
+    held = [(0, (8 * i, 0), (8, 64)) for i in range(2)]
+    for name in ("good", "torn"):
+        begun = draft.Draft.begin(tmp_path / name, {"x": ((16, 64), torch.float32, held)}, 1)
+        if name == "good":
+            begun.orders[0].write(tmp_path / name, {"x": parts}, begun)
+            begun.finish(None, {})
+        else:
+            around(monkeypatch, draft, "look", "before", lambda: raw(parts[1]).T.fill(1))
+            with pytest.raises(RuntimeError, match="x: got a leaf that changed"):
+                begun.orders[0].write(tmp_path / name, {"x": parts}, begun)
+        begun.end()
+    assert_same_bits(checkpoint.restore(tmp_path / "good"), {"x": torch.zeros(16, 64)})
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "strided", "transposed", "bf16"])

@@ -9,7 +9,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.files.format import bits, dtype_of, dtype_text, raw_dtype
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Layout, Mesh, dtypes
 
 
 def as_tensor(x: Any, path: str) -> torch.Tensor:
@@ -74,7 +74,13 @@ def _check_plain(x: torch.Tensor, path: str, meta: bool = False) -> None:
     if x.is_quantized:
         fix = "pass x.int_repr(), and scale and zero point beside it, or x.dequantize()"
         raise ValueError(f"{path}: got a quantized tensor ({x.dtype}), wanted a plain one; {fix}")
+    if x.is_nested:
+        raise ValueError(f"{path}: got a nested tensor, wanted a plain one; pass list(x.unbind())")
     if x.layout is not torch.strided:
         raise ValueError(f"{path}: got {x.layout}, {x.dtype}, wanted a dense tensor; pass x.to_dense()")
+    try:
+        dtypes.dtype_name(x.dtype)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; pass x.view(torch.uint8), if that is how its elements lie") from None
     if x.is_meta and not meta:
         raise ValueError(f"{path}: got a meta tensor, wanted one with memory; pass x.to_empty(...) or initialize it")

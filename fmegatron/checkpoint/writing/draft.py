@@ -45,14 +45,22 @@ class Orders:
         draft: on the rank that has begun it.
         """
         storage = open_store(path).draft(self.root) if draft is None else draft.storage
-        boxes = (tensors[name] for name in self.plans)
-        flat = [x[0] if len(x) == 1 else torch.cat([one.reshape(-1) for one in x]) for x in boxes]
+        given = [tensors[name] for name in self.plans]
+        flat = [_joined(x) for x in given]
         plans = tuple(self.plans.values())
         seen = look(files_to_write(plans, flat, self.rank), list(self.plans), flat)
+        for x, parts in zip(flat, given, strict=True):
+            if len(parts) > 1:  # seen was a copy, which may be torn; another one, which is written, has to be the same
+                x.data.copy_(_joined(parts))
         part = write_part(storage, plans, flat, self.rank, seen=seen)
         require_unchanged(seen)
         part.plan = self.digest  # of all ranks' leaves together
         part.store(storage)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One as it is, or a copy of several, one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat([one.detach().reshape(-1) for one in parts])
 
 
 @dataclass(frozen=True)

@@ -118,13 +118,18 @@ def compared(before: Signs, after: Signs) -> tuple[set[int], set[int]]:
 
 
 def _is_part(x: torch.Tensor) -> bool:
-    return x.is_cpu and x.untyped_storage().nbytes() != x.nbytes
+    """Whether its memory may have elements that are not its own: several of it that are one leave room for others."""
+    return x.is_cpu and (x.untyped_storage().nbytes() != x.nbytes or not _as_in_memory(x).is_contiguous())
+
+
+def _as_in_memory(x: torch.Tensor) -> torch.Tensor:
+    """The same elements, dims in the order of their strides."""
+    return x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d)))
 
 
 def _sample(x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views of the elements that `Signs.samples` are of."""
-    x = bits(x.resolve_conj().resolve_neg())
-    x = x.permute(sorted(range(x.ndim), key=lambda d: -x.stride(d)))
+    x = _as_in_memory(bits(x.resolve_conj().resolve_neg()))
     if x.is_contiguous():
         x = x.reshape(-1)
     at, row, line = x.ndim - 1, x.element_size(), max(1, _LINE_BYTES // x.element_size())
