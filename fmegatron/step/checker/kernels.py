@@ -289,23 +289,28 @@ def parts_of_complex(scope: Scope, node: Node, given: dict) -> Value:
     return along(scope, node, x, -1, "complex numbers").with_dims(x.dims[:-1])
 
 
+_IN_B = frozenset(("linalg_solve_triangular",))
+
+
 def solved(scope: Scope, node: Node, given: dict) -> Any:
     """Linear systems A X = B of full matrices, each on its own."""
     a, b = [v for v in given.values() if isinstance(v, Value)][:2]
     rows = min(len(a.dims), len(b.dims)) - 2
     by_columns = op_name(node) in ("linalg_solve_triangular", "_linalg_solve_ex") and given.get("left", True)
     if by_columns and rows >= 0 and len(a.dims) == len(b.dims) and over(b.dims[-1]):  # a system each
-        a, b = _worked(scope, node, a, (-2, -1), "function"), _worked(scope, node, b, (-2,), "function")
-        out = elementwise(scope, node, "function", [a.with_dims((*a.dims[:-2], (), ())), b])
+        a, b = _worked(scope, node, a, (-2, -1), "function"), _worked(scope, node, b, (-2,), "same")
+        a = elementwise(scope, node, "function", [a])
+        out = elementwise(scope, node, "product", [a.with_dims((*a.dims[:-2], (), ())), b])
         if op_name(node) == "linalg_solve_triangular":
             return out
         factors = elementwise(scope, node, "function", [a.with_dims(a.dims[:rows])])
         return [out, *(_shaped(factors, meta, rows) for meta in node.meta["val"][1:])]
     if rows < 0 or len(a.dims) != len(b.dims) or over(b.dims[-1]):
         return None  # columns of B are systems of their own: sharded ones are no mistake
-    a, b = (_worked(scope, node, x, (-2, -1), "function") for x in (a, b))
-    bare = [x.with_dims(x.dims[:rows]) for x in (a, b)]
-    out = elementwise(scope, node, "function", bare)
+    linear = op_name(node) in _IN_B
+    a = elementwise(scope, node, "function", [_worked(scope, node, a, (-2, -1), "function")])
+    b = _worked(scope, node, b, (-2, -1), "same" if linear else "function")
+    out = elementwise(scope, node, "product" if linear else "function", [x.with_dims(x.dims[:rows]) for x in (a, b)])
     metas = node.meta["val"]
     shaped = [_shaped(out, meta, rows) for meta in (metas if isinstance(metas, (list, tuple)) else [metas])]
     return shaped if isinstance(metas, (list, tuple)) else shaped[0]

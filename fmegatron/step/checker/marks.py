@@ -143,7 +143,7 @@ def _misused(scope: Scope, node: Node, mark: Pending, axis: str, how: str) -> Su
 def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
     first, local_mean = pending[0], any(v.excess[axis].power for v in values if axis in v.excess)
     if kind in _TERMS:
-        owed = all(v.portion.get(axis) in OWED for v in values if v.pending(axis))
+        owed = all(v.portion.get(axis) in OWED or v.portion.get(axis) == "total" for v in values if v.pending(axis))
         others = [v for v in others if not (v.replicated(axis) and _is_term(v, axis, owed))]
         if kind != "select" and len(pending) > 1 and any(_came(mark.birth) for mark in pending):
             return scope.unknown(node, _RING, _COMPLETE)
@@ -446,7 +446,8 @@ def excess_after(
             if power or doubt is not None:
                 kept[axis] = first._replace(power=power)
             continue
-        if all(axis in v.portion for v in terms):  # whatever they were divided by, they are of different size
+        # Whatever they were divided by, they are of different size; a gradient may have been with its loss, unseen here.
+        if all(axis in v.portion and v.portion[axis] not in OWED for v in terms):
             first = first._replace(sure=True)
         marks[axis] = too_large(scope, node, axis, first)
     return kept or NOTHING, marks
