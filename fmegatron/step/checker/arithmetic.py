@@ -342,7 +342,7 @@ def _contracted(
             return suspected(node, what, "reduce first", pending[0].birth)
         return Wrong(node, what, "reduce first", pending[0].birth)
     if axis in meets.summed:
-        return Pending("sum", node)
+        return _of_one_element(a, b, batch, axis) or Pending("sum", node)
     return own_blocks(node, axis) if len(out.shards(axis)) > 1 else None
 
 
@@ -374,7 +374,7 @@ def _contracted_readings(
         return Wrong(node, f"contracts values that are {a.state(axis)} and {b.state(axis)}",
                      f"all_gather the sharded one over {axis!r}, or shard the other")  # fmt: skip
     if outcomes == {"sum"} or (batch == 0 and "sum" in outcomes and {a.state(axis), b.state(axis)} == {"sharded"}):
-        return Pending("sum", node)
+        return _of_one_element(a, b, batch, axis) or Pending("sum", node)
     if all([one != "sum" and len(one) > 1 for one in outcomes]):
         return own_blocks(node, axis)
     if any([one != "sum" and len(one) > 1 for one in outcomes]):
@@ -385,6 +385,14 @@ def _contracted_readings(
     groups = {m.group for x in (a, b) if isinstance(m := x.marks.get(axis), Somewhere)}
     group = groups.pop() if len(groups) == 1 else ()
     return Somewhere(None if "sum" in outcomes else dims, group, or_sum="sum" in outcomes)
+
+
+def _of_one_element(a: Value, b: Value, batch: int, axis: str) -> Mark | None:
+    """Where what an axis shards is one element, behind others of the dim that is summed: einsum sums along a dim of one
+    element that it has to keep, and brings it back as a dim of its own."""
+    sharded = [k for v, k in ((a, a.dims[-1]), (b, b.dims[batch])) if axis not in v.marks]
+    behind = [len(k) > 1 and axis not in k[0].sharded and _one_each(k, axis) for k in sharded]
+    return Somewhere(None, (axis,), or_sum=True) if behind and all(behind) else None
 
 
 def _fits_any(a: Value, b: Value, d: int, e: int, a_is_cut: bool, axis: str) -> bool:

@@ -124,6 +124,7 @@ def shape_of_parts(scope: Scope, node: Node, shape: tuple[int, ...]) -> tuple[Di
     found = []
     for n in shape:
         dims = known.get(n, [None])
+        dims = dims if len(dims) >= shape.count(n) else [None]  # of two dims of one size it may be either
         same = dims[0] is not None and size_of(dims[0]) == n and all(dim == dims[0] for dim in dims)
         found.append(dims[0] if same else None)
     return tuple(found)
