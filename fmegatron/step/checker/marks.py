@@ -446,7 +446,7 @@ def excess_after(
             if power or doubt is not None:
                 kept[axis] = first._replace(power=power)
             continue
-        # Whatever they were divided by, they are of different size; a gradient may have been with its loss, unseen here.
+        # Whatever they were divided by, they are of different size; a gradient may have been with its loss, unseen.
         if all(axis in v.portion and v.portion[axis] not in OWED for v in terms):
             first = first._replace(sure=True)
         marks[axis] = too_large(scope, node, axis, first)
