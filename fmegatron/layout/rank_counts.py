@@ -2,8 +2,8 @@
 
 `x / mesh["dp"]` (or `axes["dp"].size`) is the same graph as `x / 2` on two ranks, and on one rank another, and so is
 `x / y.shape[0]` where `y` is sharded: products, quotients and powers of such numbers know of what they are made, and to
-which powers; all else (sums, `float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted
-at its node.
+which powers, and so do sums, differences and rests in which there is a size (`n - 1`): of which terms. All else
+(`float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted at its node.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RankCount", "RankShare", "SizeOf", "of_ranks", "of_sizes", "plain", "ranks_along"]
+__all__ = ["RankCount", "RankShare", "SizeOf", "SumOf", "of_ranks", "of_sizes", "of_sums", "plain", "ranks_along"]
 
+_Key = Any  # of str (an axis), SizeOf, SumOf
 _NONE: Mapping[str, Fraction] = MappingProxyType({})
 
 
@@ -30,6 +31,14 @@ class SizeOf(NamedTuple):
     def ask(self) -> None:
         """Note that Python was given it as a plain number."""
         self.node.meta.setdefault("asked", set()).add(self.dim)
+
+
+class SumOf(NamedTuple):
+    """A number that is a sum (or a rest, or a quotient without one) of such products. terms: ((key, power), ...) of
+    each, () of a plain number. number: what it is here, which tells sums of the same terms apart."""
+
+    terms: tuple[tuple[tuple[Any, Fraction], ...], ...]
+    number: float
 
 
 def ranks_along(names: Sequence[str], sizes: Sequence[int]) -> int:
@@ -53,15 +62,22 @@ def of_sizes(number: Any) -> Mapping[SizeOf, Fraction]:
     return {key: power for key, power in number.over if isinstance(key, SizeOf)}
 
 
+def of_sums(number: Any) -> Mapping[SumOf, Fraction]:
+    """{sum: power} of the sums with sizes of a rank's parts that a number is made of; empty for any other."""
+    if not isinstance(number, (RankCount, RankShare)):
+        return MappingProxyType({})
+    return {key: power for key, power in number.over if isinstance(key, SumOf)}
+
+
 def plain(x: Any) -> Any:
     """A number that knows nothing, of one that does; all else as it is."""
     return _plain(x) if isinstance(x, (RankCount, RankShare)) else x
 
 
 class _OfRanks:
-    """over: ((axis or SizeOf, power), ...), of whose numbers it is the product, times a number of its own."""
+    """over: ((axis, SizeOf or SumOf, power), ...), of whose numbers it is the product, times a number of its own."""
 
-    over: tuple[tuple[str | SizeOf, Fraction], ...] = ()
+    over: tuple[tuple[_Key, Fraction], ...] = ()
 
     def __float__(self) -> float:
         for key, _ in self.over:
@@ -87,6 +103,32 @@ class _OfRanks:
     def __rtruediv__(self, other: Any) -> Any:
         return _made(_plain(other) / _plain(self), other, self, -1) if _is_number(other) else NotImplemented
 
+    def __neg__(self) -> Any:
+        return _with(_over(self), -_plain(self))
+
+    def __add__(self, other: Any) -> Any:
+        return _sum(_plain(self) + _plain(other), self, other) if _is_number(other) else NotImplemented
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return _sum(_plain(self) - _plain(other), self, other) if _is_number(other) else NotImplemented
+
+    def __rsub__(self, other: Any) -> Any:
+        return _sum(_plain(other) - _plain(self), other, self) if _is_number(other) else NotImplemented
+
+    def __mod__(self, other: Any) -> Any:
+        return _sum(_plain(self) % _plain(other), self, other) if _is_number(other) else NotImplemented
+
+    def __rmod__(self, other: Any) -> Any:
+        return _sum(_plain(other) % _plain(self), other, self) if _is_number(other) else NotImplemented
+
+    def __floordiv__(self, other: Any) -> Any:
+        return _floor(self, other) if _is_number(other) else NotImplemented
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _floor(other, self) if _is_number(other) else NotImplemented
+
     def __pow__(self, power: Any, modulo: Any = None) -> Any:
         if not isinstance(power, (int, float)) or modulo is not None:
             return NotImplemented
@@ -98,7 +140,7 @@ class _OfRanks:
 class RankCount(_OfRanks, int):
     """A whole number."""
 
-    def __new__(cls, number: int, over: tuple[tuple[str | SizeOf, Fraction], ...] = ()) -> RankCount:
+    def __new__(cls, number: int, over: tuple[tuple[_Key, Fraction], ...] = ()) -> RankCount:
         made = super().__new__(cls, number)
         made.over = over
         return made
@@ -107,7 +149,7 @@ class RankCount(_OfRanks, int):
 class RankShare(_OfRanks, float):
     """A quotient of them, or any other float."""
 
-    def __new__(cls, number: float, over: tuple[tuple[str | SizeOf, Fraction], ...] = ()) -> RankShare:
+    def __new__(cls, number: float, over: tuple[tuple[_Key, Fraction], ...] = ()) -> RankShare:
         made = super().__new__(cls, number)
         made.over = over
         return made
@@ -128,13 +170,35 @@ def _made(number: Any, a: Any, b: Any, sign: int) -> Any:
     return _with(over, number)
 
 
-def _over(x: Any) -> dict[str | SizeOf, Fraction]:
+def _sum(number: Any, a: Any, b: Any) -> Any:
+    """A sum or rest: of equal products it is one, with a plain 0 it is the other, and 0 is plain."""
+    one, other = _over(a), _over(b)
+    is_one = one == other or (not other and not _plain(b)) or (not one and not _plain(a))
+    return _of_terms(number, one, other, is_one=is_one)
+
+
+def _of_terms(number: Any, one: Mapping[_Key, Fraction], other: Mapping[_Key, Fraction], is_one: bool) -> Any:
+    """is_one: it is a multiple of the first term, or of the second where that is plain."""
+    if not any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other)):
+        return number
+    if is_one:
+        return _with(one or other, number)
+    return _with({SumOf((tuple(one.items()), tuple(other.items())), number): Fraction(1)}, number)
+
+
+def _floor(a: Any, b: Any) -> Any:
+    """Without a rest it is the quotient."""
+    number, over = _plain(a) // _plain(b), _over(_made(1, a, b, -1))
+    return _of_terms(number, over, {}, is_one=not _plain(a) % _plain(b))
+
+
+def _over(x: Any) -> dict[_Key, Fraction]:
     return dict(x.over) if isinstance(x, (RankCount, RankShare)) else {}
 
 
-def _with(over: Mapping[str | SizeOf, Fraction], number: Any) -> Any:
+def _with(over: Mapping[_Key, Fraction], number: Any) -> Any:
     left = tuple((key, power) for key, power in over.items() if power)
-    if not left or not _is_number(number):
+    if not left or not number or not _is_number(number):
         return number
     return RankCount(number, left) if isinstance(number, int) else RankShare(number, left)
 

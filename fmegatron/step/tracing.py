@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
@@ -241,7 +241,7 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
 _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
 _AS_OF, _OF_RANKS, _OF_TORCH = "fmegatron_line", "fmegatron_ranks", "fmegatron_sizes"
 _OF_NUMBER = "fmegatron_count_of_number"
-_OF_PARTS, _OF_GRADIENT, _ONE = "fmegatron_parts", "fmegatron_gradient", Fraction(1)
+_OF_PARTS, _OF_SUMS, _OF_GRADIENT, _ONE = "fmegatron_parts", "fmegatron_sums", "fmegatron_gradient", Fraction(1)
 
 
 def as_of(line: str) -> contextlib.AbstractContextManager:
@@ -372,7 +372,47 @@ def _noted(given: Sequence) -> dict[str, Any]:
     known: dict[str, Any] = {} if over is None else {_OF_RANKS: over}
     if sizes and (found := [one for a in sizes if (one := _of_parts(a))]):
         known[_OF_PARTS] = tuple(found)
+    if sums := tuple([one for a in _numbers_in(given) if (one := _of_sums(a))]):
+        known[_OF_SUMS] = sums
     return known
+
+
+def _numbers_in(given: Any) -> list:
+    """Numbers that know of what they are made, in arguments, their lists and the slices of an index."""
+    found = []
+    for a in given:
+        if isinstance(a, rank_counts.OF_RANKS):
+            found.append(a)
+        elif isinstance(a, (tuple, list)):
+            found += _numbers_in(a)
+        elif isinstance(a, slice):
+            found += _numbers_in((a.start, a.stop, a.step))
+    return found
+
+
+def _of_sums(number: Any) -> tuple | None:
+    """(a number, a term) of one that is made of sums with sizes of this graph. A term is (names of nodes, dims and
+    powers of sizes; powers of numbers of ranks; (terms, power) of sums)."""
+    sums = rank_counts.of_sums(number)
+    term = _term(number.over) if sums else None
+    return None if term is None else (float(rank_counts.plain(number)), term)
+
+
+def _term(over: Iterable[tuple[Any, Fraction]]) -> tuple | None:
+    sizes, ranks, sums = [], [], []
+    for key, power in over:
+        if isinstance(key, str):
+            ranks.append((key, power))
+        elif isinstance(key, rank_counts.SizeOf):
+            if key.node.graph is not of_torch.recorded_graph():
+                return None
+            sizes.append((key.node.name, key.dim, power))
+        else:
+            terms = [_term(one) for one in key.terms]
+            if any(one is None for one in terms):
+                return None
+            sums.append((tuple(terms), power))
+    return tuple(sizes), tuple(ranks), tuple(sums)
 
 
 def _of_parts(number: Any) -> tuple | None:
@@ -382,7 +422,7 @@ def _of_parts(number: Any) -> tuple | None:
     if not sizes or any(key.node.graph is not of_torch.recorded_graph() for key in sizes):
         return None
     powers = tuple((key.node.name, key.dim, power) for key, power in sizes.items())
-    return float(number + 0), powers, tuple(rank_counts.of_ranks(number).items())
+    return float(rank_counts.plain(number)), powers, tuple(rank_counts.of_ranks(number).items())
 
 
 def _is_made_here(func, args, kwargs) -> bool:
@@ -400,7 +440,8 @@ def _set_lines(graph_module) -> None:
     meta["ranks"]: {axis: power} of the number of ranks that its number is, or that of its forward. meta["sizes"]: what
     is known of sizes that torch took itself: "rows", it divides by those that it was given; "ones", dims of size 1 that
     its views add have it on any number of ranks. meta["parts"]: of the numbers that it was given and that are made of
-    sizes of a rank's parts (number, ((name of a node, dim, power), ...), ((axis, power), ...)); meta["asked"]: dims of
+    sizes of a rank's parts (number, ((name of a node, dim, power), ...), ((axis, power), ...)); meta["sums"]: of those
+    that are made of sums with such sizes (number, a term, see `_of_sums`); meta["asked"]: dims of
     its result whose size Python was told as a plain number. meta["of_gradient"]: whether autograd asked for it."""
     forward_line, of_forward = {}, {}
     for node in graph_module.graph.nodes:
@@ -413,6 +454,7 @@ def _set_lines(graph_module) -> None:
         stated = node.meta.get("custom", {}).get(_AS_OF)
         custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr", -1)
         known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH), "parts": custom.get(_OF_PARTS)}
+        known["sums"] = custom.get(_OF_SUMS)
         known["times"] = custom.get(_OF_NUMBER)
         known = of_forward.get(number, {}) if of_backward else (of_forward.setdefault(number, known), known)[1]
         node.meta.update((key, one) for key, one in known.items() if one is not None)

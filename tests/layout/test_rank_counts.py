@@ -1,4 +1,4 @@
-"""Numbers of ranks know that they are, through products, quotients and powers, and through nothing else."""
+"""Numbers of ranks know that they are, through products, quotients and powers, and those of sizes through sums."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ import torch
 
 from fmegatron.collectives import Axes
 from fmegatron.layout import Layout, Mesh
-from fmegatron.layout.rank_counts import of_ranks
+from fmegatron.layout.rank_counts import RankCount, SizeOf, of_ranks, of_sizes, of_sums
 
 MESH = Mesh(dp=2, fsdp=3, tp=1)
 AXES = Axes(MESH)
@@ -50,3 +50,19 @@ def test_numpy_takes_them_for_numbers_of_python():
     assert {x.dtype for x in made} == {rows.dtype} and {(bytes_ * dp).dtype, (dp + bytes_).dtype} == {bytes_.dtype}
     assert np.zeros(dp).shape == (2,) and np.array([dp, 3]).dtype == np.int64 and rows.reshape(dp, 1).shape == (2, 1)
     assert dp ** float("inf") == float("inf") and 2**dp == 4 and pow(dp, 3, 5) == 3
+
+
+def test_sums_of_sizes_know_their_terms():
+    graph = torch.fx.Graph()
+    rows = SizeOf(graph.placeholder("x"), 0)
+    n, dp = RankCount(6, ((rows, Fraction(1)),)), AXES["dp"].size
+    assert n + 0 == 0 + n == 6 == n - 0 and {of_sizes(one)[rows] for one in (n + 0, n + n, n // 2, -n, 3 * n - n)} == {
+        1
+    }
+    assert type(n - n) is int and type(n % 3) is int and type(dp + dp) is int and type(n // n) is int
+    ((less, power),) = of_sums(n - 1).items()
+    assert power == 1 and less.terms == (((rows, 1),), ()) and n - 1 == 5 and not of_sizes(n - 1)
+    assert of_sums(n // 4) and of_sums(n % 4) and of_sums(7 - n) and of_sums((n + 1) * dp / n) and not of_sums(n * dp)
+    assert type((n - 1) / (n - 1)) is float and of_sums((n - 1) / (n - 2)) and not of_sizes(n * (n - 1) / n)
+    assert (n - 1, 13 - n, n // 4, 13 // n, n % 4, 13 % n, -n) == (5, 7, 1, 2, 2, 1, -6)
+    assert pickle.loads(pickle.dumps(n - 1)) == 5 == copy.deepcopy(n - 1)

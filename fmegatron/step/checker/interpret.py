@@ -89,6 +89,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
         else:
             scope.order[node] = len(scope.order)
             values[node] = _after(scope, node)
+            if "sums" in node.meta:
+                values[node] = sizes.by_own_size(scope, node, values[node])
             if scope.chunks:
                 chunks.after(scope, node)
             _write(scope, node)

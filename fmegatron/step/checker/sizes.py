@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmegatron.step.checker.context import Scope
+from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import UNIFORM, Dim, over, size_of
-from fmegatron.step.checker.values import NOTHING, First, Pending, Value
+from fmegatron.step.checker.values import NOTHING, First, Pending, Suspect, Unknown, Value, Wrong
+from fmegatron.step.graph.nodes import items_of, node_of
 
 Node = torch.fx.Node
+_FILLED = frozenset(("full", "new_full"))
+_SHAPED = _FILLED.union(
+    "arange zeros ones empty new_zeros new_ones new_empty view _unsafe_view reshape expand repeat as_strided"
+    " unflatten linspace eye repeat_interleave".split()
+)
+_ALONG = frozenset("select slice roll narrow split split_with_sizes unfold topk kthvalue".split())
+_SUM = "its number is a sum with a size of a rank's part, which on one rank is no multiple of it"
 
 
 class Known(NamedTuple):
@@ -30,9 +38,17 @@ class Known(NamedTuple):
 
 def read(graph: torch.fx.Graph) -> frozenset[str]:
     """Names of the nodes whose sizes numbers of a graph are made of, or may be."""
-    made = [sizes for node in graph.nodes if "parts" in node.meta for _, sizes, _ in node.meta["parts"]]
-    found = {name for sizes in made for name, *_ in sizes}
-    return frozenset(found.union([node.name for node in graph.nodes if "asked" in node.meta]))
+    found = set()
+    for node in graph.nodes:
+        found.update([name for _, sizes, _ in node.meta.get("parts", ()) for name, *_ in sizes])
+        found.update([name for _, term in node.meta.get("sums", ()) for name in _names(term)])
+        if "asked" in node.meta:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _names(term: tuple) -> list[str]:
+    return [name for name, *_ in term[0]] + [name for terms, _ in term[2] for one in terms for name in _names(one)]
 
 
 def note(scope: Scope, node: Node, value: Any) -> None:
@@ -128,3 +144,69 @@ def shape_of_parts(scope: Scope, node: Node, shape: tuple[int, ...]) -> tuple[Di
         same = dims[0] is not None and size_of(dims[0]) == n and all(dim == dims[0] for dim in dims)
         found.append(dims[0] if same else None)
     return tuple(found)
+
+
+def by_own_size(scope: Scope, node: Node, found: Any) -> Any:
+    """What an op gives whose number is a sum with a size of a rank's part (`n - 1`): on one rank it is no multiple of
+    that. A shape may be one, and so may an index or a bound of a dim that the ranks share; of all else nothing is
+    known over these axes."""
+    name, args = op_name(node), (*node.args, *node.kwargs.values())
+    if name in _SHAPED:
+        args = node.args[1:2] if name in _FILLED else ()
+    elif name == "roll":
+        args = items_of(node.args[1])
+    given = [a for a in args if isinstance(a, (int, float)) and not isinstance(a, bool)]
+    if name == "lift_fresh_copy" and isinstance(found, Value) and found.constant is not None:
+        given = [found.constant]
+    mixed = [
+        axes for number, term in node.meta["sums"] if _is_given(number, given) and (axes := _of_term(scope, term)[1])
+    ]
+    axes = frozenset().union(*mixed)
+    if axes and name in _ALONG:
+        x = scope.values[node_of(node.args[0])]
+        dim = _dim_of(node, name) % len(x.dims)
+        axes -= over(x.dims[dim]) | x.may_shard(dim)
+    if not axes:
+        return found
+    mark = scope.vague(node, _SUM)
+    return [_marked(v, axes, mark) for v in found] if isinstance(found, list) else _marked(found, axes, mark)
+
+
+def _marked(x: Any, axes: frozenset[str], mark: Any) -> Any:
+    if not isinstance(x, Value):
+        return x
+    return x.marked({a: mark for a in sorted(axes) if not x.is_(a, Unknown, Wrong, Suspect)})
+
+
+def _is_given(number: float, given: list) -> bool:
+    """Whether it is one of these numbers, as it is, negative or in the denominator."""
+    wanted = (number, -number, 1 / number)
+    return any(abs(one - n) <= 1e-9 * abs(n) for one in given for n in wanted)
+
+
+def _dim_of(node: Node, name: str) -> int:
+    if name == "roll":
+        return int(items_of(node.args[2])[0]) if len(node.args) > 2 else 0
+    at = 2 if name in ("topk", "kthvalue", "split", "split_with_sizes") else 1
+    dim = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0 if at == 1 or "split" in name else -1)
+    return int(dim)  # pyright: ignore[reportArgumentType]
+
+
+def _of_term(scope: Scope, term: tuple) -> tuple[Mapping[str, Fraction], frozenset[str]]:
+    """{axis: power} of the numbers of ranks by which it is another than on one rank; the axes of which it is no power,
+    as it is a sum of what is and what is not, or is to another."""
+    sizes, ranks, sums = term
+    powers = {axis: power for axis, power in ranks if scope.mesh.names.count(axis) and scope.mesh[axis] > 1}
+    for name, d, power in sizes:
+        for axis in over(scope.sizes.get((name, d)) or ()):
+            powers[axis] = powers.get(axis, Fraction(0)) - power
+    mixed: frozenset[str] = frozenset()
+    for terms, power in sums:
+        found = [_of_term(scope, one) for one in terms]
+        mixed = mixed.union(*(axes for _, axes in found))
+        for axis in frozenset().union(*(one for one, _ in found)):
+            first, *others = [one.get(axis, Fraction(0)) for one, _ in found]
+            if any(one != first for one in others):
+                mixed |= {axis}
+            powers[axis] = powers.get(axis, Fraction(0)) + power * first
+    return {axis: power for axis, power in powers.items() if power}, mixed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import Atom, canonical, joined, plain, size_of
 from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.shares import is_share
-from fmegatron.step.checker.values import OWED, Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
+from fmegatron.step.checker.values import OWED, Excess, Mark, Pending, Suspect, Unknown, Value, Varying, Wrong
 
 Node = torch.fx.Node
 OPEN = (Wrong, Unknown, Suspect)  # marks that a collective leaves as they are
@@ -125,6 +126,7 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
     the same, equal terms of a sum. Behind it may be the count."""
     total, counts = xs[stated.backward], xs[stated.backward + 1 :]
     marks: dict[str, Mark] = {}
+    times: dict[str, Excess] = {}
     for axis in axes:
         if total.constant == 0 or not all(v.replicated(axis) for v in (xs[0], total, *counts)):
             continue
@@ -136,14 +138,18 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
             (stated.rows and not sizes.is_of_all(scope, node, axis)) or (counts and not _is_share(counts[0].constant))
         ):
             marks[axis] = Pending("sum", node)
+            if stated.rows and not total.equal_terms and not stated.backward:  # by their number, with the count of all
+                times[axis] = Excess(Fraction(1), node, _EQUAL)
         else:
             marks[axis] = scope.unknown(node, _ROWS, _COUNT_ONE)
     out = xs[0].marked(marks)
+    out = replace(out, excess={**out.excess, **times}) if times else out
     portion = {axis: one for axis, one in out.portion.items() if axis not in marks or one in OWED}
     portion |= {axis: "number" for axis in marks if axis not in portion}  # a sum of as many equal terms, by their count
     return [replace(out, equal_terms=out.equal_terms and not marks, portion=portion), *xs[1:]]
 
 
+_EQUAL = "a sum over the ranks of what all of them have"
 _ROWS = "what all ranks have is divided by a count that may be of each one's rows, and then is another on every mesh"
 _COUNT_ONE = "Divide it by what it is to be divided by, and count 1: step.mean(term, 1)"
 
