@@ -148,8 +148,8 @@ def shape_of_parts(scope: Scope, node: Node, shape: tuple[int, ...]) -> tuple[Di
 
 def by_own_size(scope: Scope, node: Node, found: Any) -> Any:
     """What an op gives whose number is a sum with a size of a rank's part (`n - 1`): on one rank it is no multiple of
-    that. A shape may be one, and so may an index or a bound of a dim that the ranks share; of all else nothing is
-    known over these axes."""
+    that. A shape may be one, and so may an index or a bound of a dim that the ranks share, or of places in their own
+    parts; of all else nothing is known over these axes."""
     name, args = op_name(node), (*node.args, *node.kwargs.values())
     if name in _SHAPED:
         args = node.args[1:2] if name in _FILLED else ()
@@ -166,6 +166,10 @@ def by_own_size(scope: Scope, node: Node, found: Any) -> Any:
         x = scope.values[node_of(node.args[0])]
         dim = _dim_of(node, name) % len(x.dims)
         axes -= over(x.dims[dim]) | x.may_shard(dim)
+    if axes and name not in _ALONG and not any(n.meta["val"].is_floating_point() for n in node.all_input_nodes):
+        xs = [x for n in node.all_input_nodes if isinstance(x := scope.values.get(n), Value)]  # places, not numbers
+        bounded = name.startswith("clamp") or any(n in scope.ranges for n in node.all_input_nodes)
+        axes = frozenset() if bounded else axes.difference(*(x.axes().union(x.index_of) for x in xs))
     if not axes:
         return found
     mark = scope.vague(node, _SUM)
