@@ -80,7 +80,8 @@ def _check_plain(x: torch.Tensor, path: str, meta: bool = False) -> None:
         raise ValueError(f"{path}: got {x.layout}, {x.dtype}, wanted a dense tensor; pass x.to_dense()")
     try:
         dtypes.dtype_name(x.dtype)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; pass x.view(torch.uint8), if that is how its elements lie") from None
+    except ValueError:
+        fix = "pass x.view(torch.uint8), if that is how its elements lie"
+        raise ValueError(f"{path}: got dtype {x.dtype}, wanted one that a checkpoint has a name for; {fix}") from None
     if x.is_meta and not meta:
         raise ValueError(f"{path}: got a meta tensor, wanted one with memory; pass x.to_empty(...) or initialize it")
