@@ -48,7 +48,8 @@ def gradient_of_logcumsumexp(scope: Scope, node: Node, gradient: Value) -> None:
         if sign.args != (node.args[0], 0) or node_of(one[7].args[ends[name]]) is not way[6]:
             return
     values = [scope.values.get(node_of(one[i].args[1])) for i in (1, 5)]
-    if all(isinstance(v, Value) for v in values):
+    values = [v for v in values if isinstance(v, Value)]
+    if len(values) == 2:
         known = elementwise(scope, node, "product", [gradient, *values])
         scope.ahead[one[7]] = along(scope, node, known, dims.pop(), "logcumsumexp")
 

@@ -101,7 +101,7 @@ def after(scope: Scope, node: Node) -> None:
 def at_outputs(scope: Scope, outputs: Iterable[Node | None]) -> None:
     """What is made of some of the rows alone, or not alike, and is given back as it is."""
     for node in outputs:
-        if (one := _part(scope, node)) is not None:
+        if node is not None and (one := _part(scope, node)) is not None:
             _open(scope, node, one.axes, one.at)
 
 
@@ -145,7 +145,8 @@ def _added(scope: Scope, node: Node, states: list[Chunk]) -> Mapping[int, frozen
         if other == 0 or (isinstance(value, Value) and value.constant == 0):
             return states[0].terms
         if states[0].summed:  # linear, and a constant beside it
-            return states[0].terms | {_number(scope, ("beside", _made(scope, node))): frozenset(range(states[0].size))}
+            beside = _number(scope, ("beside", _made(scope, node)))
+            return {**states[0].terms, beside: frozenset(range(states[0].size))}
         rows = set(states[0].terms.values())
         return {_number(scope, ("of", _made(scope, node))): rows.pop()} if len(rows) == 1 else None
     a, b = states if len(states) == 2 else states * 2

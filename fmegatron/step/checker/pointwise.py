@@ -386,8 +386,10 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
         out = filled(shape_of(node), number_)
         out = replace(out, equal_terms=bool(out.constant) and not name.endswith("_like"))
         out = _of_sizes(scope, node, out) if "parts" in node.meta else out
-    ranks = node.meta.get("ranks") if out.constant else None
-    if ranks and sizes.of_ranks(scope, ranks, out.constant, False) == (ranks, 1):  # and not a size of its shape
+    ranks = node.meta.get("ranks")
+    if (
+        ranks and out.constant and sizes.of_ranks(scope, ranks, out.constant, False) == (ranks, 1)
+    ):  # and not a size of its shape
         out = replace(out, ranks=ranks)
     if name != "ones_like" or out.dims:
         return out

@@ -234,9 +234,9 @@ def _keeps(node: Node, name: str, one: Range) -> bool:
     low, high = {"clamp_min": (1, None), "clamp_max": (None, 1), "clamp": (1, 2)}[name]
     least = node.args[low] if low is not None and len(node.args) > low else None
     most = node.args[high] if high is not None and len(node.args) > high else None
-    if one.role != "at" or not all(x is None or isinstance(x, (int, float)) for x in (least, most)):
-        return False
-    return (least is None or least <= 0) and (most is None or most >= one.size - 1) and not node.kwargs
+    from_begin = least is None or (isinstance(least, (int, float)) and least <= 0)
+    to_end = most is None or (isinstance(most, (int, float)) and most >= one.size - 1)
+    return one.role == "at" and from_begin and to_end and not node.kwargs
 
 
 def _steps_after(node: Node, name: str, steps: Steps, shape: tuple[int, ...]) -> Steps | None:
@@ -359,8 +359,10 @@ def _looked_up(scope: Scope, node: Node, name: str, given: dict, rule: Callable)
     """Rows of this rank's part of a table at positions in its range."""
     key = {"embedding": "indices", "index": "indices"}.get(name, "index")
     table, dim, at = _table(scope, node, name)
-    one = scope.ranges.get(at) if at is not None else None
-    if one is None or one.role != "at" or one.steps is None or table is None or dim is None:
+    if at is None or table is None or dim is None:
+        return None
+    one = scope.ranges.get(at)
+    if one is None or one.role != "at" or one.steps is None:
         return None
     x = scope.values[table]
     atoms = joined(x.dims[dim])
@@ -411,16 +413,17 @@ def _put(scope: Scope, node: Node, name: str, given: dict, rule: Callable) -> Va
     else:
         base, dim, at, g = node.args[0], int_of(node.args[1]), node.args[2], node.args[3]
         dim %= max(1, node.meta["val"].dim())
-    one, of = [scope.ranges.get(node_of(x)) for x in (at, g)]
+    one, of = scope.ranges.get(node_of(at)), scope.ranges.get(node_of(g))
     shape = tuple(node.meta["val"].shape)
     if one is None or of is None or one.role != "at" or of.role != "masked" or one[1:4] != of[1:4]:
         return None
     if base is not None and scope.values[node_of(base)].constant != 0 or shape[dim] != one.size or not one.steps:
         return None
     front = 0 if name == "scatter_add" else dim
-    behind = len(of.steps or ()) - front - len(one.steps)
-    wanted = ((0,) * front, tuple(s for _, s in one.steps), (0,) * behind)
-    if behind < 0 or any(n > 1 and s != t for (n, s), t in zip(of.steps or (), sum(wanted, ()), strict=True)):
+    there: Steps = of.steps or ()
+    behind = len(there) - front - len(one.steps)
+    wanted = (*[0] * front, *[s for _, s in one.steps], *[0] * behind)
+    if behind < 0 or any(n > 1 and s != t for (n, s), t in zip(there, wanted, strict=True)):
         return None
     plain = {k: _without(v, one.axes) if isinstance(v, Value) else v for k, v in given.items()}
     if name == "index_put":

@@ -76,7 +76,10 @@ def of_factor(scope: Scope, node: Node, factor: float, divides: bool) -> Known |
 def is_of_all(scope: Scope, node: Node, axis: str) -> bool:
     """Whether the one number that a node is given is made of sizes that the ranks of an axis do not share."""
     given = node.meta.get("parts", ())
-    known = _powers(scope, *given[0], 1) if len(given) == 1 else None
+    if len(given) != 1:
+        return False
+    ((whole, made, ranks),) = given
+    known = _powers(scope, whole, made, ranks, 1)
     return known is not None and known.sure and axis not in known.over
 
 
