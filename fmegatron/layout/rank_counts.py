@@ -35,7 +35,7 @@ class SizeOf(NamedTuple):
 
 class SumOf(NamedTuple):
     """A number that is a sum (or a rest, or a quotient without one) of such products. terms: ((key, power), ...) of
-    each, () of a plain number. number: what it is here, which tells sums of the same terms apart."""
+    each, () of a plain number. number: what it is here, by which sums of the same terms differ."""
 
     terms: tuple[tuple[tuple[Any, Fraction], ...], ...]
     number: float

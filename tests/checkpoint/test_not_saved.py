@@ -56,7 +56,7 @@ def test_local_replicas(tmp_path):
 
 
 def test_a_random_one_is_refused():
-    with pytest.raises(ValueError, match="saved=False and Normal.*wanted a Constant"):
+    with pytest.raises(ValueError, match="saved=False and Normal.*wanted a number"):
         tree.ArraySpec(ONE["w"].layout, tree.Normal(1.0), saved=False)
 
 

@@ -79,10 +79,10 @@ def test_from_the_experiment_to_bytes_on_disk(monkeypatch, tmp_path, changes):
     """From the call of the experiment, and from what `Run` does when it is called, to where files are made."""
     write, found, made_files = writing._run, [], []
 
-    def noted(storage, jobs):
+    def noted(storage, jobs, *rest):
         found.append(here("__call__"))
         made_files.extend(jobs)
-        return write(storage, jobs)
+        return write(storage, jobs, *rest)
 
     monkeypatch.setattr(writing, "_run", noted)
     config = {**SMALL, "run": str(tmp_path / "run"), "steps": 1, "warmup": 0, "eval_windows": 4, "backend": "eager"}

@@ -197,7 +197,10 @@ def test_awkward_arrays(name):
 
     start = tree.init(specs_on(Mesh()), 0, 0)
     params = {path: value.clone().requires_grad_(path != "frozen") for path, value in start.items()}
-    adamw = torch.optim.AdamW([p for p in params.values() if p.requires_grad], LR, (0.9, 0.95), 1e-3, 0.1)
+    trained = [p for p in params.values() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1]}]
+    groups += [{"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0}]  # by default matrices decay
+    adamw = torch.optim.AdamW(groups, LR, (0.9, 0.95), 1e-3, 0.1)
     for _ in range(2):
         adamw.zero_grad()
         awkward_loss(params, {"x": x}).backward()

@@ -1,4 +1,4 @@
-"""Gradients of vectors travel in fp32 under every strategy, whatever matrices travel in: one rule, by path."""
+"""Gradients of vectors travel in fp32 under every strategy, whatever matrices travel in: one rule, by dims."""
 
 from collections import Counter
 
@@ -59,7 +59,7 @@ def test_a_policy_gives_each_leaf_its_wire():
     matrix, vector = Wire(B16, B16, True, B16), Wire(exact=True)
     for path, wire in zip(tree.paths(layouts), tree.leaves(wires), strict=True):
         assert wire == (vector if "norm" in path else matrix), path
-    of_a_layer = {"scale": Layout((8,), F32, MESH), "bias": Layout((2, 8), F32, MESH)}
+    of_a_layer = {"scale": Layout((8,), F32, MESH), "bias": Layout((2, 8), F32, MESH, lead=1)}
     assert set(tree.leaves(Precision.bf16_wire().wires(of_a_layer))) == {vector}
     # Where all gradients travel in 32 bits there is nothing to tell apart: they share collectives.
     assert {wire.reduce for wire in tree.leaves(Precision.bf16().wires(layouts))} == {F32}
@@ -69,7 +69,7 @@ def test_a_policy_gives_each_leaf_its_wire():
 def test_sums_of_vectors_are_not_rounded(exact):
     """1 + 2^-20 has no place in bf16; in one reduction with matrices whose terms are rounded."""
     mesh = Mesh(dp=2)
-    layouts = {"norm": Layout((3, 4), F32, mesh), "w": Layout((4, 4), F32, mesh)}
+    layouts = {"norm": Layout((3, 4), F32, mesh, lead=1), "w": Layout((4, 4), F32, mesh)}
     wires = Precision.bf16(reduce=B16, exact=exact).wires(layouts)
     terms = [{name: torch.full(x.shape, 1 + 2.0**-20) for name, x in layouts.items()} for _ in range(2)]
     raw = tree.map(lambda layout: layout.replace(unreduced=("dp",)), layouts)

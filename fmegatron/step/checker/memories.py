@@ -32,13 +32,26 @@ def mixed(
     else is asked of them. paths: of the outputs.
     """
     found: list[Finding] = []
-    places = _walked(graph, [None if layout is None else _place_of(layout) for layout in given], found)
+    inputs = [None if layout is None else _place_of(layout) for layout in given]
+    asked = [layout.on_host for layout in wanted if isinstance(layout, Layout)]
+    if "host" not in inputs and True not in asked and not _moves(graph):
+        return found
+    places = _walked(graph, inputs, found)
     sources = items_of(graph.output_node().args[0])
     for source, place, layout, path in zip(sources, places, wanted, paths, strict=True):
         if isinstance(layout, Layout) and place not in (None, _place_of(layout)):
             what = f"the output {path} is in {place} memory, its layout says {_place_of(layout)}"
             found.append(Finding(_line(source), _op(source), "", what, _FETCH))
     return found
+
+
+def _moves(graph: torch.fx.Graph) -> bool:
+    """Whether a node moves a value to host memory: without a call for each node, as few graphs have one."""
+    to_host = torch.ops.fmegatron_step.to_host.default
+    for node in graph.nodes:
+        if node.target is to_host:
+            return True
+    return False
 
 
 def _walked(graph: torch.fx.Graph, given: Sequence[str | None], found: list[Finding]) -> list[str | None]:

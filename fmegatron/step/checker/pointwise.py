@@ -196,8 +196,6 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
     else:
         x = scaled(scope, node, x, factor / rest, over, divides)
         x = scaled(scope, node, x, rest, NOTHING, divides) if rest != 1 else x
-        some = [a for a in ranks if not over and x.portion.get(a) == "maybe" and x.replicated(a)]
-        x = replace(x, portion={**x.portion, **dict.fromkeys(some, "equal")}) if some else x
     x = counted_rows(scope, x, factor) if not (divides or over or x.constant is not None) else x
     return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
 
@@ -397,8 +395,6 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     shares = [a for a in scope.mesh.names if is_share(loss, a)]
     numbers = ("number", "maybe", "equal")
     owed = {a: "owed, of a mean" if loss.portion.get(a) in numbers else "owed" for a in sorted(loss.having(Pending))}
-    maybe = [a for a in scope.mesh.names if loss.portion.get(a) == "equal" and loss.replicated(a)]
-    owed |= dict.fromkeys(maybe, "equal")  # 1/n of a loss, or all of it
     excess = {a: e for a, e in loss.excess.items() if a not in shares}
     out = replace(out, excess=excess or NOTHING, portion={**owed, **dict.fromkeys(shares, "owed")})
     open_: dict[str, Mark | None] = {a: mark for a in shares if (mark := not_entered(scope, node, a)) is not None}

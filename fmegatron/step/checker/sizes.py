@@ -16,7 +16,7 @@ import torch
 from fmegatron.step.checker.context import Scope, op_name
 from fmegatron.step.checker.dims import UNIFORM, Dim, over, size_of
 from fmegatron.step.checker.values import NOTHING, First, Pending, Suspect, Unknown, Value, Wrong
-from fmegatron.step.graph.nodes import items_of, node_of
+from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
 Node = torch.fx.Node
 _FILLED = frozenset(("full", "new_full"))
@@ -40,9 +40,12 @@ def read(graph: torch.fx.Graph) -> frozenset[str]:
     """Names of the nodes whose sizes numbers of a graph are made of, or may be."""
     found = set()
     for node in graph.nodes:
-        found.update([name for _, sizes, _ in node.meta.get("parts", ()) for name, *_ in sizes])
-        found.update([name for _, term in node.meta.get("sums", ()) for name in _names(term)])
-        if "asked" in node.meta:
+        meta = node.meta
+        if "parts" in meta:
+            found.update([name for _, sizes, _ in meta["parts"] for name, *_ in sizes])
+        if "sums" in meta:
+            found.update([name for _, term in meta["sums"] for name in _names(term)])
+        if "asked" in meta:
             found.add(node.name)
     return frozenset(found)
 
@@ -196,7 +199,7 @@ def _dim_of(node: Node, name: str) -> int:
         return int(items_of(node.args[2])[0]) if len(node.args) > 2 else 0
     at = 2 if name in ("topk", "kthvalue", "split", "split_with_sizes") else 1
     dim = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0 if at == 1 or "split" in name else -1)
-    return int(dim)  # pyright: ignore[reportArgumentType]
+    return int_of(dim)
 
 
 def _of_term(scope: Scope, term: tuple) -> tuple[Mapping[str, Fraction], frozenset[str]]:

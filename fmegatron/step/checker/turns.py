@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron.step.checker.context import Scope, op_name
+from fmegatron.step.checker.dims import over
 from fmegatron.step.checker.values import Value
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
@@ -70,6 +71,8 @@ def added(scope: Scope, node: Node, reduced: Callable[[Value, str], Value]) -> A
             return None
         counts = tuple(a + b for a, b in zip(*[c for c in each if c is not None], strict=True))
     if all(count == 1 for count in counts):
+        if any(one.axis in over(dim) for dim in one.value.dims):
+            return None  # rows of a rank beside those of its neighbours: what that means is to be declared
         return _whole(scope, node, reduced(one.value, one.axis), one)
     scope.turns[node] = one._replace(counts=counts)
     scope.beside.update(node.users)
