@@ -4,7 +4,7 @@
     -> rank 0 merges the parts -> fsync -> marker -> the new one takes the name in one step
 
 No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 sends the
-name of the hidden place.
+name of the place.
 """
 
 from __future__ import annotations

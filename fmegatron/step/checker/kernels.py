@@ -295,8 +295,6 @@ _IN_B = frozenset(("linalg_solve_triangular",))
 def solved(scope: Scope, node: Node, given: dict) -> Any:
     """Linear systems A X = B of full matrices, each on its own."""
     a, b = [v for v in given.values() if isinstance(v, Value)][:2]
-    why = "solves for a pending sum, in which it is linear; the numbers that its matrix was divided by are not known"
-    b = b.marked({axis: scope.unknown(node, why) for axis in b.having(Pending) if op_name(node) in _IN_B})
     rows = min(len(a.dims), len(b.dims)) - 2
     by_columns = op_name(node) in ("linalg_solve_triangular", "_linalg_solve_ex") and given.get("left", True)
     if by_columns and rows >= 0 and len(a.dims) == len(b.dims) and over(b.dims[-1]):  # a system each
