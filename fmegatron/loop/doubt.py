@@ -14,7 +14,7 @@ from typing import Any
 
 from fmegatron.files import disk, whole
 from fmegatron.loop.onlookers import Onlooker
-from fmegatron.loop.rerun import good_step
+from fmegatron.loop.rerun import good_step, on_all
 
 NAME = "doubt.json"
 
@@ -74,7 +74,10 @@ def over(run: Any) -> None:
 
 def _has_replicas(run: Any, first: int) -> bool:
     """Whether any node has local replicas of a step in doubt."""
-    return run.local is not None and run.world.ask(max(run.local.steps(), default=0) >= first)()[0]
+    if run.local is None:
+        return False
+    steps = on_all(run.world, f"looking for local replicas in {run.local.shelf.path}", run.local.steps)
+    return run.world.ask(max(steps, default=0) >= first)()[0]
 
 
 def _read(run: Any) -> tuple[int, str] | None:

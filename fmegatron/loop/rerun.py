@@ -12,6 +12,7 @@ deterministic on one machine count as transient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -41,12 +42,30 @@ class RerunError(RuntimeError):
 
 
 def good_step(run: Any, before: int) -> int:
-    """The newest complete checkpoint of less than `before` updates that is not known to be bad; 0: none."""
-    step = ""
-    if run.world.rank == 0:
-        good = [s for s in run.manager.steps() if s < before and run.manager.finite(s) is not False]
-        step = str(max(good, default=0))
-    return int(run.world.broadcast_text(step))
+    """The newest complete checkpoint of less than `before` updates that is not known to be bad; 0: none.
+
+    All ranks call it. RuntimeError on all where rank 0, which looks, fails.
+    """
+
+    def look() -> int:
+        some = run.manager.steps() if run.world.rank == 0 else []
+        return max((s for s in some if s < before and run.manager.finite(s) is not False), default=0)
+
+    return int(run.world.broadcast_text(str(on_all(run.world, "looking for a good checkpoint", look))))
+
+
+def on_all(world: Any, what: str, work: Callable[[], Any]) -> Any:
+    """`work()` of each rank; where it fails on one, RuntimeError on all, none of which waits for it any longer."""
+    result = error = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    try:
+        world.agree(None if error is None else f"{type(error).__name__}: {error}", what)
+    except RuntimeError as raised:
+        raise raised from error
+    return result
 
 
 def rerun(run: Any, again: RunAgain, reading: Any, pulse: Pulse) -> None:

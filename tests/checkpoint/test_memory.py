@@ -6,7 +6,10 @@ import pathlib
 import sys
 
 import pytest
+import torch
 
+from fmegatron import checkpoint, step, tree
+from fmegatron.layout import Layout, Mesh
 from tests.pairs import few
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,3 +46,28 @@ def test_two_ranks(tmp_path, python):
 @pytest.mark.parametrize("kind", ["grid", "columns", "small", "pieces", "transposed", "strided"])
 def test_all_kinds(tmp_path, python, kind, ranks):
     check(python, kind, ranks, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["save", "save_async", "restored", "restored into"])
+def test_a_donated_step_writes_into_the_memory_that_a_save_has_read(tmp_path, how):
+    """And not into a copy of it: what saves and restores look at is no memory that somebody else has."""
+    double = step.jit(lambda s: tree.map(lambda x: x * 2, s), donate=0, backend="eager")
+    state = {
+        "large": torch.ones(512, 256),
+        "turned": torch.empty_strided((512, 256), (1, 512)).fill_(1),
+        "small": torch.ones(7),
+        "b": torch.ones((), dtype=torch.bfloat16),
+    }
+    where = {k: x.data_ptr() for k, x in state.items()}
+    if how == "save_async":
+        checkpoint.save_async(tmp_path / "step", state).result()
+    else:
+        checkpoint.save(tmp_path / "step", state)
+    if how == "restored":
+        state = checkpoint.restore(tmp_path / "step", tree.map(lambda x: Layout(x.shape, x.dtype, Mesh()), state))
+        where = {k: x.data_ptr() for k, x in state.items()}
+    elif how == "restored into":
+        checkpoint.restore(tmp_path / "step", into=state)
+    state = double(state)
+    assert {k: x.data_ptr() for k, x in state.items()} == where
+    assert all((x == 2).all() for x in state.values())

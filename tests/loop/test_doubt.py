@@ -2,6 +2,9 @@
 
 import errno
 import os
+import re
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -122,6 +125,38 @@ def test_local_replicas_of_updates_in_doubt(tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="goes on from step 4"):
         next(again(positions, steps=20))
     assert again.start == 4
+
+
+def with_a_disk_that_fails(rank, path, failing, broken):
+    """One start behind a verdict, where looking for what there is fails on rank `failing` alone."""
+    mesh = Mesh(dp=2)
+    world, layout = connect(mesh), Layout((4,), torch.float64, mesh)
+    save = Save(every=2, keep=None, local=Local(str(path / f"local{rank}"), every=1, copies=1, durable=False))
+    run = Run(
+        path / "run",
+        lambda state, batch: ({"w": state["w"] + 1}, {"loss": torch.tensor(1.0)}),
+        {"w": tree.ArraySpec(layout, 1.0)},
+        world=world,
+        options=Options(save=save),
+    )
+
+    def fails(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    looked_at = type(run.local if broken == "replicas" else run.manager)
+    with mock.patch.object(looked_at, "steps", fails) if rank == failing else nullcontext():
+        try:
+            next(run(positions, steps=4))
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("failing", "broken"), [(1, "replicas"), (0, "checkpoints")])
+def test_a_rank_that_cannot_look_leaves_no_other_waiting(tmp_path, ranks, failing, broken):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "doubt.json").write_text('{"first": 2, "why": "a test"}')
+    for text in ranks.run(with_a_disk_that_fails, tmp_path, failing, broken, ranks=2):
+        assert re.search(f"looking for .*failed on rank {failing} of 2: OSError: .*Input/output", text)
 
 
 @pytest.mark.parametrize("text", ['{"first"', '{"first": Infinity, "why": ""}', "[" * 100_000])

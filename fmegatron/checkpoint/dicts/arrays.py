@@ -9,14 +9,16 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.files.format import bits, dtype_of, dtype_text, raw_dtype
+from fmegatron.checkpoint.writing.unchanged import changed, let_others_run
 from fmegatron.layout import Layout, Mesh, dtypes
 
 
-def as_tensor(x: Any, path: str) -> torch.Tensor:
+def as_tensor(x: Any, path: str, to_read: bool = False) -> torch.Tensor:
     """A tensor or numpy array as a tensor of its own memory, detached; numpy's is copied where torch cannot share it
-    (read-only, of another byte order, strides below 0 or between elements).
+    (of another byte order, strides below 0 or between elements; read-only, unless it is only `to_read`).
 
-    Raises ValueError, naming the path, for what has no plain elements: subclasses, sparse and meta tensors, objects.
+    Raises ValueError, naming the path, for what has no plain elements: subclasses, sparse and meta tensors, objects;
+    RuntimeError for an array that another thread writes to while it is copied.
     """
     if isinstance(x, torch.Tensor):
         _check_plain(x, path)
@@ -24,11 +26,24 @@ def as_tensor(x: Any, path: str) -> torch.Tensor:
     _check_array(x, path)
     value = np.asarray(x)
     dtype = layout_of(value, path).dtype
-    value = value.astype(value.dtype.newbyteorder("="), copy=False)
-    shared = value.flags.writeable and value.flags.aligned
-    if not shared or any(stride < 0 or stride % value.itemsize for stride in value.strides):
-        value = value.copy(order="C")
-    return torch.from_numpy(value.view(raw_dtype(dtype.itemsize))).view(dtype)
+    own = value.view(raw_dtype(dtype.itemsize).newbyteorder(value.dtype.byteorder))
+    shared = own.dtype.isnative and own.flags.aligned and (own.flags.writeable or to_read)
+    if not shared or any(stride < 0 or stride % own.itemsize for stride in own.strides):
+        own, source = own.astype(own.dtype.newbyteorder("="), order="C"), own
+        let_others_run()  # a write that is under way moves on, and shows
+        if not np.array_equal(own, source, equal_nan=True):  # complex128 has no integer of its width
+            raise RuntimeError(changed(path))
+    elif not own.flags.writeable:  # torch wants memory that may be written to
+        own = np.asarray(_Writeable(own))
+    return torch.from_numpy(own).view(dtype)
+
+
+class _Writeable:
+    """A read-only array as numpy's array interface has it, for readers that do not ask."""
+
+    def __init__(self, x: np.ndarray):
+        self.kept, found = x, x.__array_interface__
+        self.__array_interface__ = {**found, "data": (found["data"][0], False)}
 
 
 def as_numpy(x: torch.Tensor) -> np.ndarray:

@@ -36,7 +36,7 @@ def described(
             f" the arrays (tree.place), or use interop.save_state_dict for DTensors and replicas{alone}"
         )
     flat = flatten(state)
-    tensors = {path: as_tensor(x, path) for path, x in flat.arrays.items()}
+    tensors = {path: as_tensor(x, path, to_read=True) for path, x in flat.arrays.items()}
     return tensors, {p: layout_of(x, p) for p, x in tensors.items()}, with_state(metadata, flat.values, flat.containers)
 
 

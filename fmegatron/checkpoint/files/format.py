@@ -228,8 +228,24 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def raw(x: torch.Tensor) -> np.ndarray:
-    """`bits` of a CPU tensor for numpy."""
-    return bits(x).numpy()
+    """`bits` of a CPU tensor for numpy; the same memory."""
+    return np.asarray(_Memory(bits(x)))
+
+
+class _Memory:
+    """A tensor as numpy's array interface has it: `numpy()` marks the memory for good as one that has another owner,
+    and a step that is given it with `donate` then copies it."""
+
+    def __init__(self, x: torch.Tensor):
+        assert x.is_cpu, "numpy has host memory only"
+        self.kept = x
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(x.shape),
+            "typestr": raw_dtype(x.element_size()).str,
+            "strides": tuple(n * x.element_size() for n in x.stride()),
+            "data": (x.data_ptr(), False),
+        }
 
 
 def raw_dtype(itemsize: int) -> np.dtype:

@@ -21,7 +21,7 @@ from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, in_files, is_small
 from fmegatron.checkpoint.writing.scattered import Scattered
-from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
+from fmegatron.checkpoint.writing.unchanged import Live, require_unchanged
 from fmegatron.checkpoint.writing.write import files_to_write, write_part
 from fmegatron.layout import Box, boxes, check_cover
 
@@ -48,12 +48,12 @@ class Orders:
         given = [tensors[name] for name in self.plans]
         flat = [_joined(x) for x in given]
         plans = tuple(self.plans.values())
-        seen = look(files_to_write(plans, flat, self.rank), list(self.plans), flat)
+        live = Live.of(files_to_write(plans, flat, self.rank), list(self.plans), flat)
+        part = write_part(storage, plans, flat, self.rank, live=live)
         for x, parts in zip(flat, given, strict=True):
-            if len(parts) > 1:  # seen was a copy, which may be torn; another one, which is written, has to be the same
+            if len(parts) > 1:  # written was a copy, which may be torn; another one has to be the same
                 x.data.copy_(_joined(parts))
-        part = write_part(storage, plans, flat, self.rank, seen=seen)
-        require_unchanged(seen)
+        require_unchanged(live)
         part.plan = self.digest  # of all ranks' leaves together
         part.store(storage)
 

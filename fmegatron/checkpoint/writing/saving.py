@@ -1,9 +1,9 @@
 """Save: a traversal that emits (layout, local shard) of every leaf to zarr3 arrays; the commit is all or nothing.
 
-    a place for the files -> every rank looks at its state -> agree -> and writes its chunks -> agree
-    -> rank 0 merges the parts -> fsync -> marker -> the new one takes the name in one step
+    a place for the files -> agree -> every rank writes its chunks -> agree -> and looks whether its state is still
+    what it wrote -> agree -> rank 0 merges the parts -> fsync -> marker -> the new one takes the name in one step
 
-No tensor and no object is communicated: the ranks agree three times whether all went well so far, and rank 0 sends the
+No tensor and no object is communicated: the ranks agree four times whether all went well so far, and rank 0 sends the
 name of the place.
 """
 
@@ -27,7 +27,7 @@ from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, grid_array, plan
-from fmegatron.checkpoint.writing.unchanged import look, require_unchanged
+from fmegatron.checkpoint.writing.unchanged import Live, require_unchanged
 from fmegatron.checkpoint.writing.write import files_to_write, write_part
 from fmegatron.layout import Layout
 from fmegatron.tree import checks, structure
@@ -86,15 +86,15 @@ def save(
             check_names(store, plans, world.size)
             if lead:
                 begun = store.begin()
-            # What is written is the state of the moment at which the ranks agree that all have looked at theirs.
-            seen = look(files_to_write(plans, tensors, world.rank), [plan.path for plan in plans], tensors)
+            live = Live.of(files_to_write(plans, tensors, world.rank), [plan.path for plan in plans], tensors)
         said, root = agreed(finite, world), world.broadcast_text(begun.root if begun else "")
         storage = begun or store.draft(root)
         with jointly(world, what):
-            part = write_part(storage, plans, tensors, world.rank, seen=seen)
-            require_unchanged(seen)
+            part = write_part(storage, plans, tensors, world.rank, live=live)
             if not lead:
                 part.store(storage)
+        with jointly(world, what):  # what was written is the state of the moment at which all ranks come here
+            require_unchanged(live)
         with jointly(world, what):
             if lead:
                 parts = itertools.chain([part], (Part.load(storage, rank) for rank in range(1, world.size)))

@@ -1,14 +1,19 @@
 """Whether a state stayed as it was while it was saved: a save of what another thread changes is refused.
 
-Two looks, of which the second is the copy that is written: all of the state is digested (`look`), the ranks agree, then
-each band is copied, and what is copied must have the digest of before. So what was saved is what all ranks had at the
-moment at which they agreed, bit for bit, whatever else writes to the memory before or after. What is written behind the
-copy is in no checkpoint; it is an error as far as torch counts it or a sample shows it (`require_unchanged`).
+Two equal looks hold it: each band is copied, and both its digest and what is written are of the copy; when all ranks
+have written all of theirs, all of the state is digested again (`require_unchanged`), and must be what was copied. So
+what was saved is what all ranks had at the moment at which they agreed that all is written, bit for bit, whatever else
+writes to the memory. A write that is under way all the time makes half a state of it; it moves if it gets to run, so
+the threads of the process that wait for a core get one before the second look.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -16,10 +21,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fmegatron.checkpoint.files.format import bits, digest
+from fmegatron.checkpoint.files.format import bits, digest, raw
 from fmegatron.checkpoint.files.torch_private import write_count
 from fmegatron.checkpoint.writing.job import Files, Job
 
+_RUN_NS = 1_000_000
+_MOST_S = 1.0
 _STEP_BYTES = 64 << 10  # of these, a sample has
 _LINE_BYTES = 64  # a line of the processor's cache
 
@@ -36,56 +43,62 @@ class Signs(NamedTuple):
     samples: list[int]
 
 
-class Seen(NamedTuple):
-    """What `look` saw of what a rank writes. first: of each file the digests (`Job.marks`).  names, tensors, signs: of
-    the leaves."""
+class Live(NamedTuple):
+    """What a rank is to write out of memory that other threads may write to. elsewhere: of the leaves that are not in
+    host memory path, tensor and how often torch has written to it; a second copy of all of them to the host would take
+    as long as the save."""
 
     files: Files
-    first: list[np.ndarray]
-    names: list[str]
-    tensors: list[torch.Tensor]
-    signs: Signs
+    elsewhere: list[tuple[str, torch.Tensor, int]]
+
+    @staticmethod
+    def of(files: Files, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Live:
+        """files: made of these tensors.  names: their paths."""
+        held = {name for job in files.jobs for name in job.names}
+        given = zip(names, tensors, strict=True)
+        return Live(files, [(name, x, _count(x)) for name, x in given if not x.is_cpu and name in held])
 
 
-def look(files: Files, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Seen:
-    """What is to be written, as it is now: digests of the elements in host memory, and how often torch has written.
-
-    On a device only the latter: a copy of all to the host would take as long as the save.
-
-    Args:
-        files: made of these tensors.
-        names, tensors: the leaves, paths and the rank's local tensors.
-    """
-    held = {name for job in files.jobs for name in job.names}
-    mine = [(name, x) for name, x in zip(names, tensors, strict=True) if name in held]
-    paths, some = [name for name, _ in mine], [x for _, x in mine]
-    before = signs(some)
-    return Seen(files, _look(files.jobs), paths, some, before)
+def require_unchanged(live: Live) -> None:
+    """Raise RuntimeError naming a leaf that is not as it was written: digests of all that is in host memory."""
+    for name, x, count in live.elsewhere:
+        if _count(x) != count:
+            raise RuntimeError(changed(name))
+    written = [job.marks.copy() for job in live.files.jobs]
+    let_others_run()
+    for job, first, found in zip(live.files.jobs, written, _look(live.files.jobs), strict=True):
+        for i in np.flatnonzero((first != found).any(1)).tolist():
+            if job.on_host[i]:
+                raise RuntimeError(changed(job.names[i]))
 
 
-def require_unchanged(seen: Seen) -> None:
-    """Raise RuntimeError naming a leaf that was written to behind `look`, as far as that can be seen without a third
-    look: by torch's counts, in leaves of at most 64 KiB, and at every 64 KiB of the others."""
-    beside = set()
-    moved, written = compared(seen.signs, signs(seen.tensors))
-    for i in sorted({*moved, *written}):
-        if i in moved or not _is_part(seen.tensors[i]):
-            raise RuntimeError(changed(seen.names[i]))
-        beside.add(seen.names[i])
-    again = [
-        (job, first)
-        for job, first in zip(seen.files.jobs, seen.first, strict=True)
-        if job.is_packed or job.nbytes <= _STEP_BYTES or not beside.isdisjoint(job.names)
-    ]
-    for (job, first), found in zip(again, _look([job for job, _ in again]), strict=True):
-        require_same(job, first, found)
+def let_others_run() -> None:
+    """Wait until each thread of the process that the scheduler keeps from a core has had one for a millisecond, at most
+    a second: one that is inside of a write then has moved on. Without /proc, at once."""
+    waiting, end = {thread: _ran(thread) for thread in _runnable()}, time.monotonic() + _MOST_S
+    while waiting and time.monotonic() < end:
+        time.sleep(_RUN_NS / 1e9)
+        some = _runnable()
+        waiting = {thread: ran for thread, ran in waiting.items() if thread in some and _ran(thread) < ran + _RUN_NS}
 
 
-def require_same(job: Job, first: np.ndarray, found: np.ndarray) -> None:
-    """Raise RuntimeError naming the first leaf in host memory whose digests differ."""
-    for i in np.flatnonzero((first != found).any(1)).tolist():
-        if job.on_host[i]:
-            raise RuntimeError(changed(job.names[i]))
+def _runnable() -> set[int]:
+    """Numbers of the other threads of this process that run, or would if they had a core."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError), open(f"/proc/self/task/{name}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[:1] == [b"R"]:
+                    found.add(int(name))
+    return found - {threading.get_native_id()}
+
+
+def _ran(thread: int) -> int:
+    """Nanoseconds that a thread of this process has run, by its clock: the number of clock_getcpuclockid(3)."""
+    try:
+        return time.clock_gettime_ns((~thread << 3) | 6)
+    except OSError:  # it has ended
+        return sys.maxsize
 
 
 def changed(path: str) -> str:
@@ -98,12 +111,11 @@ def changed(path: str) -> str:
 
 def signs(tensors: Sequence[torch.Tensor]) -> Signs:
     """Of the tensors, now."""
-    counts = [0 if x.is_inference() else write_count(x) for x in tensors]
+    counts = [_count(x) for x in tensors]
     samples = [0] * len(tensors)
     for i in [i for i, x in enumerate(tensors) if x.nbytes > _STEP_BYTES and x.is_cpu]:
         for part in _sample(tensors[i]):
-            # A copy, as numpy() of the memory itself would mark it as shared: a donated step would not reuse it.
-            samples[i] = hash((samples[i], digest(part.clone(memory_format=torch.contiguous_format).numpy())))
+            samples[i] = hash((samples[i], digest(np.ascontiguousarray(raw(part)))))
     return Signs(counts, samples)
 
 
@@ -117,9 +129,8 @@ def compared(before: Signs, after: Signs) -> tuple[set[int], set[int]]:
     return moved, written
 
 
-def _is_part(x: torch.Tensor) -> bool:
-    """Whether its memory may have elements that are not its own: several of it that are one leave room for others."""
-    return x.is_cpu and (x.untyped_storage().nbytes() != x.nbytes or not _as_in_memory(x).is_contiguous())
+def _count(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else write_count(x)
 
 
 def _as_in_memory(x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.writing.job import Files, How, Job
 from fmegatron.checkpoint.writing.part import Part, one_chunk, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_to_write, grid_array
-from fmegatron.checkpoint.writing.unchanged import Seen, require_same
+from fmegatron.checkpoint.writing.unchanged import Live
 from fmegatron.layout import Box
 from fmegatron.layout.boxes import row_major_strides
 
@@ -53,11 +53,11 @@ def write_part(
     tensors: Sequence[torch.Tensor],
     rank: int,
     chunks: Sequence[Chunks | None] | None = None,
-    seen: Seen | None = None,
+    live: Live | None = None,
 ) -> Part:
     """Write all that `rank` has to write, and make it durable but for the names of files (`storage.sync`).
 
-    Raises OSError naming the leaf, and RuntimeError for one that is not as it was.
+    Raises OSError naming the leaf.
 
     Args:
         storage: where to.
@@ -66,10 +66,11 @@ def write_part(
         rank: who writes.
         chunks: for some of the `grid` leaves, those to write now, as boxes of the tensor given here, which may hold
             nothing else; None: all that the rank has to write. Those of one file are given together.
-        seen: of all that the rank has to write, as it has to be still; without it the memory is of this call alone.
+        live: all that the rank has to write, of memory that others write to; without it the memory is of this call
+            alone.
     """
-    files = files_to_write(plans, tensors, rank, chunks) if seen is None else seen.files
-    _run(storage, files.jobs, None if seen is None else seen.first)
+    files = files_to_write(plans, tensors, rank, chunks) if live is None else live.files
+    _run(storage, files.jobs, "use" if live is None else "copy")
     for job in files.jobs:
         files.part.wrote(job.array.name, job.numbers, job.table)
     return files.part
@@ -101,20 +102,15 @@ def files_to_write(
     return Files(part, [*jobs, *_packed(part, packed)])
 
 
-def _write(job: Job, storage: Storage, stop: threading.Event, first: np.ndarray | None) -> None:
-    """Write a file, unless another one has failed. first: the marks that it must have.
-
-    Raises OSError naming the leaf, RuntimeError naming one that is not as it was.
-    """
+def _write(job: Job, storage: Storage, stop: threading.Event, how: How) -> None:
+    """Write a file, unless another one has failed. Raises OSError naming the leaf."""
     what = "the packed leaves" if job.is_packed else job.names[0]
 
     def blocks() -> Iterator[np.ndarray]:
-        for block in job.blocks("use" if first is None else "copy"):
+        for block in job.blocks(how):
             if stop.is_set():
                 raise _Stopped
             yield block
-        if first is not None:
-            require_same(job, first, job.marks)
 
     try:
         if 0 in job.numbers:  # of several ranks that write an array, one writes the metadata
@@ -128,27 +124,27 @@ class _Stopped(Exception):
     """Another file has failed."""
 
 
-def _run(storage: Storage, jobs: Sequence[Job], first: Sequence[np.ndarray] | None) -> None:
+def _run(storage: Storage, jobs: Sequence[Job], how: How) -> None:
     """Write the files; on return all is written, or, after an error, nothing is any more."""
     largest = max((job.nbytes for job in jobs), default=1)
     threads = storage.writers if storage.streams else min(storage.writers, max(2, _AHEAD_BYTES // largest))
-    stop, todo = threading.Event(), list(zip(jobs, first or [None] * len(jobs), strict=True))
+    stop = threading.Event()
 
-    def work(job: Job, first: np.ndarray | None) -> None:
+    def work(job: Job) -> None:
         if not stop.is_set():
             try:
-                _write(job, storage, stop, first)
+                _write(job, storage, stop, how)
             except BaseException:
                 stop.set()
                 raise
 
     if min(threads, len(jobs)) < 2:
-        for one in todo:
-            work(*one)
+        for job in jobs:
+            work(job)
         return
     with ThreadPoolExecutor(threads) as pool:
         try:
-            futures = [pool.submit(work, *one) for one in todo]
+            futures = [pool.submit(work, job) for job in jobs]
             errors = [error for future in futures if (error := future.exception()) is not None]
         finally:
             stop.set()
