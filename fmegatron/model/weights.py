@@ -84,7 +84,8 @@ def prepared(params: dict, layouts: dict, decoder: Decoder, axes: Axes) -> dict:
     wire = decoder.policy.wire
     if not wire.scaled or wire.gather is None:
         return params
-    stacked = {name: tree.map(lambda _, name=name: name in decoder.stacks, leaf) for name, leaf in layouts.items()}
+    names = {name: name if name in decoder.stacks else "" for name in layouts}
+    stacked = {name: tree.map(lambda _, name=name: names[name], leaf) for name, leaf in layouts.items()}
     return scaled.with_scales(params, layouts, axes, wire.gather, stacked)
 
 

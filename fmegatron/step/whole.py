@@ -91,7 +91,11 @@ def of_whole(
     if precision is not None:  # of the whole tree, as its paths tell what is a norm or a bias
         of_all = spec.flatten_up_to(precision.wires(tree.layouts(specs)))
         wires = [of_all[i] for i in plain]
-    stacked = tree.map(lambda of: isinstance(of, tree.ArraySpec) and of.stacked, specs)
+    of_stack = [
+        tree.map(lambda of, n=n: n if isinstance(of, tree.ArraySpec) and of.stacked else 0, node)
+        for n, node in enumerate(nodes, 1)
+    ]
+    stacked = structure.unflatten(spec, of_stack)
 
     @functools.wraps(loss_fn)
     def of_shards(params: structure.Tree, *rest: Any, **named: Any) -> Any:

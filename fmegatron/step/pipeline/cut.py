@@ -24,10 +24,10 @@ from torch import fx
 
 from fmegatron.step.graph.nodes import node_of, user_line
 from fmegatron.step.partition import base_of
+from fmegatron.step.pipeline.by_layers import layers_apart
 from fmegatron.step.pipeline.marks import MARK
 from fmegatron.step.pipeline.parts import (
     layer_of,
-    layers_apart,
     reach,
     seeds_as_constants,
     split_backwards,
@@ -114,6 +114,7 @@ class _Cut:
 
     into, back: per stage the mark in the forward, and in the backward (None: nothing above it has a gradient).
     forward: the nodes of the forward. near: of these, the stages of the nearest marks above. loose: nodes of no stage.
+    needed: what is read for more than what is shown.
     """
 
     def __init__(self, graph: fx.Graph, inputs: dict[fx.Node, str], outs: dict[str, fx.Node], begins, who: str):
@@ -129,6 +130,9 @@ class _Cut:
                 self.forward.add(n)
         self.near, self.loose = self._near()
         self.home = self._homes()
+        grads = [n for path, n in outs.items() if _is_gradient(path)]
+        goals = [n.args[0] for n in (*self.into, *self.back) if n is not None]
+        self.needed, _ = reach([*goals, *grads], lambda n: False)
 
     def _near(self) -> tuple[dict[fx.Node, set[int]], set[fx.Node]]:
         number = {n: s for s, n in enumerate(self.into)}
@@ -193,8 +197,7 @@ class _Cut:
                 grads[s][path] = term
         self.order = {n: i for i, n in enumerate(self.graph.nodes)}  # with the terms
         shown = {path: n for path, n in self.outs.items() if not _is_gradient(path)}
-        _, met = reach(shown.values(), lambda n: self._saved(n) and len(self.near[n]) == 1)
-        sides = [self._sorted(n for n in met if self.near[n] == {s}) for s in range(self.stages)]
+        met, sides = self._sides(shown.values())
         of = {}
         for s in range(self.stages):
             of |= self._of_stage(s, grads[s], sides[s])
@@ -209,23 +212,50 @@ class _Cut:
                 for s in range(self.stages)
             ),
             tuple(tuple(n.name for n in found) for found in sides),
-            self._part(list(shown.values()), set(met), list(shown)),
+            self._part(list(shown.values()), met, list(shown)),
         )
+
+    def _sides(self, shown: Iterable[fx.Node]) -> tuple[set[fx.Node], list[list[fx.Node]]]:
+        """(what M reads of what is made before it; per stage what is made there). A value of no stage that is made of
+        parameters (a penalty of a layer) is made where these are; so the last stage does not read a layer of another
+        one for a sum that is shown alone."""
+        of_params: dict[fx.Node, set[int]] = {}
+        apart: set[fx.Node] = set()  # values of a stage that are made of parameters of others, too
+        nodes, _ = reach(shown, lambda n: False)
+        for n in self._sorted(nodes):
+            read = [of_params[m] for m in n.all_input_nodes if m in of_params]
+            if n in self.inputs and layer_of(self.inputs[n])[0].startswith("0/"):
+                of_params[n] = self._stages_that_read(n)
+            elif n in self.loose and read:
+                of_params[n] = set.intersection(*read)
+            elif n not in self.needed and (
+                any(not self.near[n] <= of for of in read) or any(m in apart for m in n.all_input_nodes)
+            ):
+                apart.add(n)
+        home = {n: min(of) for n, of in of_params.items() if of and n in self.loose and self._whole(n)}
+        home |= {n: min(self.near[n]) for n in nodes if self._saved(n) and len(self.near[n]) == 1 and n not in apart}
+        _, met = reach(shown, lambda n: n in home)
+        return met, [self._sorted(n for n in met if home[n] == s) for s in range(self.stages)]
 
     def _readers(self, path: str) -> list[int]:
         """The first stage that reads a parameter, where its gradient has no stage; none where nothing reads it."""
-        todo: list[fx.Node] = [n for n, name in self.inputs.items() if name == path.replace(GRADS, "0/", 1)]
-        found, seen = set(), set()
+        inputs = [n for n, name in self.inputs.items() if name == path.replace(GRADS, "0/", 1)]
+        found = self._stages_that_read(*inputs)
+        return [min(found)] if found else [0] if any(n.users for n in inputs) else []
+
+    def _stages_that_read(self, *inputs: fx.Node) -> set[int]:
+        """The stages that make something of these inputs which others need; if none, something that is shown."""
+        todo, found, seen = list(inputs), {True: set[int](), False: set[int]()}, set[fx.Node]()
         while todo:
-            n = todo.pop()
+            n: Any = todo.pop()
             for user in n.users:
                 if user in self.into:
-                    found.add(max(self.into.index(user) - 1, 0))
+                    found[True].add(max(self.into.index(user) - 1, 0))
                 elif user in self.forward and user not in seen:
                     seen.add(user)
-                    found |= self.near[user]
+                    found[user in self.needed] |= self.near[user]
                     todo += [] if self.near[user] else [user]
-        return [min(found)] if found else [0] if seen else []
+        return found[True] or found[False]
 
     def _leaves(self, s: int) -> Any:
         """What stage s gives to the next one."""

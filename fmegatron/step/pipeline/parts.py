@@ -1,4 +1,4 @@
-"""A graph before it is cut: layers of stacked leaves apart, seeds as constants, terms of sums by stage."""
+"""A graph before it is cut: seeds as constants, terms of sums by stage, backwards of compiled layers in two."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from fmegatron.collectives import kinds
 from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, user_line
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import bases_of
-from fmegatron.step.torch_private import extract_subgraph, graph_module_of, opname
+from fmegatron.step.torch_private import Op, extract_subgraph, graph_module_of, opname
 
 __all__ = [
     "layer_of",
-    "layers_apart",
     "reach",
     "seeds_as_constants",
     "split_backwards",
@@ -28,16 +27,28 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-_SAME = frozenset({"detach", "alias", "_to_copy", "convert_element_type"})  # or in another dtype
+_SAME = ("detach", "alias", "_to_copy", "convert_element_type")  # or in another dtype
 _MOVES = ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "clone", "neg", "sum", "unsqueeze")
-# Ops by the arguments of which they are linear, one at a time.
+_PIECES = ("squeeze", "select", "slice", "split", "split_with_sizes", "unbind", "repeat", "mean")
+# Ops by the arguments of which they are linear, one at a time; gradients of ops (`..._backward`) are, of what comes in.
 _LINEAR = MappingProxyType(
     {
-        **dict.fromkeys((*_SAME, *_MOVES, "squeeze", "select_backward", "slice_backward"), (0,)),
+        **dict.fromkeys((*_SAME, *_MOVES, *_PIECES), (0,)),
         **dict.fromkeys(("mul", "mm", "bmm"), (0, 1)),
-        **dict.fromkeys(("div", "tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward"), (0,)),
-        **dict.fromkeys(("threshold_backward", "embedding_dense_backward", "_softmax_backward_data"), (0,)),
-        **dict.fromkeys(("_log_softmax_backward_data", "flip", "cumsum", "roll", "tril", "triu"), (0,)),
+        **dict.fromkeys(("div", "_softmax_backward_data", "_log_softmax_backward_data"), (0,)),
+        **dict.fromkeys(("flip", "cumsum", "roll", "tril", "triu"), (0,)),
+    }
+)
+# The argument of which an op is linear where another one is zero: (the one, the other).
+_BESIDE_ZERO = MappingProxyType(
+    {
+        "constant_pad_nd": ((0, 2),),
+        "masked_fill": ((0, 2),),
+        "where": ((1, 2), (2, 1)),
+        **dict.fromkeys(("scatter_add", "index_add"), ((3, 0),)),
+        **dict.fromkeys(("index_put", "_unsafe_index_put"), ((2, 0),)),
+        "slice_scatter": ((1, 0),),
+        "select_scatter": ((1, 0),),
     }
 )
 # Of these only shape, dtype and device of the first argument count: they are full of a value.
@@ -91,79 +102,6 @@ def layer_of(name: str) -> tuple[str, int | None]:
     return (name, None) if found is None else (found[2], int(found[1]))
 
 
-def layers_apart(
-    graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], grads: str
-) -> tuple[dict[fx.Node, str], dict[str, fx.Node]]:
-    """({placeholder: path}, {path of an output: node}), with a placeholder "layer i of path" for each layer of a leaf
-    that the graph takes apart once (`unbind` on dim 0), and an output of this name for the gradient of each. Changes
-    the graph.
-
-    grads: how paths of gradients begin. The graph has no outputs of its own any more.
-    """
-    given = list(zip(graph.find_nodes(op="placeholder"), takes, strict=True))
-    outs: dict[str, Any] = dict(zip(gives, items_of(graph.output_node().args[0]), strict=True))
-    inputs: dict[fx.Node, str] = {}
-    stacked = set()
-    for node, path in given:
-        chain = _stack_of(node) if path.startswith("0/") else None
-        if chain is None:
-            inputs[node] = path
-            continue
-        stacked.add(path.removeprefix("0/"))
-        *casts, unbind = chain
-        last = node
-        for item in sorted(unbind.users, key=lambda n: n.args[1]):
-            i = item.args[1]
-            with graph.inserting_after(last):
-                new = last = graph.placeholder(f"{node.name}_l{i}")
-            new.meta = {**node.meta, "val": item.meta["val"].new_empty(node.meta["val"].shape[1:])}
-            value = new
-            with graph.inserting_before(unbind):
-                for link in casts:
-                    value = graph.node_copy(link, lambda _, v=value: v)
-                    value.meta = {**link.meta, "val": item.meta["val"]}
-            item.replace_all_uses_with(value)
-            inputs[new] = f"layer {i} of {path}"
-        for old in (*unbind.users, unbind, *reversed(casts)):
-            graph.erase_node(old)
-    found: dict[str, fx.Node] = {}
-    for path, node in outs.items():
-        tail, top = [], node
-        while opname(top.target) in _SAME:
-            tail.append(top)
-            top = top.args[0]
-        if not path.startswith(grads) or path.removeprefix(grads) not in stacked:
-            found[path] = node
-        elif top.target is _aten.stack.default and not top.args[1:]:
-            for i, g in enumerate(top.args[0]):
-                value = g
-                with graph.inserting_before(graph.output_node()):
-                    for link in reversed(tail):
-                        value = graph.node_copy(link, lambda _, v=value: v)
-                        value.meta = {**link.meta, "val": link.meta["val"][i]}
-                found[f"layer {i} of {path}"] = value
-        else:
-            found[path] = node
-    graph.output_node().args = ([*dict.fromkeys(found.values())],)
-    graph.eliminate_dead_code()
-    alive = set(graph.nodes)
-    return {n: path for n, path in inputs.items() if n in alive}, found
-
-
-def _stack_of(node: fx.Node) -> list[Any] | None:
-    """Of a leaf that is taken apart once, and read in no other way, the casts before the unbind, and this."""
-    chain: list[Any] = []
-    last: Any = node
-    while len(last.users) == 1:
-        last = next(iter(last.users))
-        chain.append(last)
-        if last.target is _aten.unbind.int:
-            return chain if len(last.args) < 2 or last.args[1] == 0 else None
-        if opname(last.target) not in _SAME:
-            return None
-    return None
-
-
 def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], who: str) -> dict[int, fx.Node]:
     """{stage: its term} of a gradient to which perhaps several stages add, as to a table that is tied: sums are taken
     apart, and what is linear is applied to each term. home: of each node the stages that it is made of; new ones are
@@ -171,17 +109,20 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
     stages = home[node]
     if len(stages) <= 1:
         return {next(iter(stages), 0): node}
-    if node.target is _aten.add.Tensor and len(node.args) == 2 and not node.kwargs:
+    if node.target in (_aten.add.Tensor, _aten.sub.Tensor) and len(node.args) == 2 and not node.kwargs:
         found: dict[int, fx.Node] = {}
         for x in node.args:
             for s, term in _terms_of(graph, x, home, stages, who).items():
-                found[s] = _noted(graph, home, s, node, (found[s], term)) if s in found else term
+                if x is node.args[1] and node.target is _aten.sub.Tensor:
+                    with graph.inserting_after(max(node, term)):
+                        negative = graph.call_function(_aten.neg.default, (term,))
+                    negative.meta, home[negative], term = dict(node.meta), {s}, negative
+                found[s] = _sum(graph, home, s, node, found[s], term) if s in found else term
         return found
-    at = next((i for i in _LINEAR.get(opname(node.target), ()) if _alone(node, i, home)), None)
+    at = next((i for i in _linear_in(node) if _alone(node, i, home)), None)
     if at is not None:
         terms = terms_by_stage(graph, node.args[at], home, who)
-        before, behind = node.args[:at], node.args[at + 1 :]
-        return {s: _noted(graph, home, s, node, (*before, term, *behind)) for s, term in terms.items()}
+        return {s: _noted(graph, home, s, node, _put(node.args, at, term)) for s, term in terms.items()}
     if node.target in (_aten.stack.default, _aten.cat.default):
         each = [_terms_of(graph, x, home, stages, who) for x in node.args[0]]
         return {s: _joined(graph, home, s, node, [one.get(s) for one in each]) for s in sorted(stages)}
@@ -190,6 +131,11 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
         collective = kinds.collective_of(whole.target)
         if collective is not None and collective.name in ("reduce_scatter", "psum"):
             return _through(graph, node, whole, i, home, who)
+        at = next((k for k in _linear_in(whole) if _alone(whole, k, home)), None)
+        if at is not None:
+            terms = terms_by_stage(graph, whole.args[at], home, who)
+            of_each = {s: _noted(graph, home, s, whole, _put(whole.args, at, term)) for s, term in terms.items()}
+            return {s: _noted(graph, home, s, node, (of_one, i)) for s, of_one in of_each.items()}
     raise ValueError(
         f"{who}: got a gradient of stages {', '.join(map(str, sorted(stages)))} together ({node.target} at "
         f"{user_line(node.meta.get('at', '?'))}), wanted a sum of one term for each stage, as nothing skips a stage: "
@@ -202,6 +148,38 @@ def _terms_of(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], stages:
     """`terms_by_stage` of one of several values of these stages; what no stage makes (of a penalty on parameters) is
     with the first of them."""
     return terms_by_stage(graph, node, home, who) if home[node] else {min(stages): node}
+
+
+def _sum(graph, home, stage: int, like: Any, one: fx.Node, other: fx.Node) -> fx.Node:
+    """one + other, behind both and what it is like."""
+    with graph.inserting_after(max(like, one, other)):
+        new = graph.call_function(_aten.add.Tensor, (one, other))
+    new.meta, home[new] = dict(like.meta), {stage}
+    return new
+
+
+def _linear_in(node: Any) -> tuple[int, ...]:
+    """The arguments of which a node is linear, one at a time."""
+    name = opname(node.target)
+    if isinstance(node.target, Op) and node.target.namespace == "aten" and name.endswith("_backward"):
+        return (0,) if node.target._schema.arguments[0].name.startswith("grad") else ()
+    if name == "index_put" and node.args[3:] != (True,):
+        return ()
+    beside = [one for one, zero in _BESIDE_ZERO.get(name, ()) if _is_zero(node, zero)]
+    return (*_LINEAR.get(name, ()), *beside)
+
+
+def _is_zero(node: Any, at: int) -> bool:
+    """Whether an argument is 0, or full of it; left out, it is."""
+    x = node.args[at] if len(node.args) > at else 0
+    if isinstance(x, fx.Node) and opname(x.target) in ("full", "scalar_tensor"):
+        x = x.args[len(x.args) - 1]
+    return not isinstance(x, fx.Node) and x == 0
+
+
+def _put(args: tuple, at: int, value: Any) -> tuple:
+    """Arguments with another one at a place."""
+    return (*args[:at], value, *args[at + 1 :])
 
 
 def _alone(node: Any, at: int, home: dict[fx.Node, set[int]]) -> bool:

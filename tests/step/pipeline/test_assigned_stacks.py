@@ -50,6 +50,24 @@ def test_a_step_is_proven_and_that_of_one_rank(w, m):
     assert torch.allclose(state[0], x - 0.1 * momentum / (momentum.abs() + 1e-3), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        UNEVEN.replace(shape=(5, 4, 6), spec=(UNEVEN.spec[0], "dp")),
+        UNEVEN.replace(shape=(5, 3, 6), spec=(UNEVEN.spec[0], "dp")),
+        UNEVEN.replace(shape=(5, 4, 6), spec=(UNEVEN.spec[0], None, Split("dp", parts=(4, 2)))),
+    ],
+)
+def test_muon_of_uneven_stacks_is_that_of_one_rank(layout):
+    optimizer = optim.muon(1e-2, matrices=[".*"], parts=(), dtype=F64)
+    w, g = (torch.randn(layout.shape, dtype=F64, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    state, layouts = optimizer.init({"w": w}), tree.layouts(optimizer.init({"w": tree.ArraySpec(layout, 0)}))
+    given = ({"w": layout}, layouts, {"w": layout})
+    sim = simulate(optimizer.update, MESH, {"w": g}, state, {"w": w}, layouts=(given[2], layouts, given[0]))
+    found, wanted = sim.globals()[0]["w"], optimizer.update({"w": g}, state, {"w": w})[0]["w"]
+    assert (found - wanted).abs().max() < 1e-14
+
+
 def through(gathered: Layout, cut: Layout):
     """A function that gathers as one layout says and cuts as another."""
     return lambda x, _: (reshard(reshard(x, gathered, gathered.without("pp"), AXES), cut.without("pp"), cut, AXES), {})
