@@ -87,6 +87,7 @@ class _Live:
             *of.sums.values(),
             *of.held.values.values(),
             *of.held.sides.values(),
+            *(x for each in (of.held.gathered, of.held.reduced) for found in each.values() for x in found.values()),
             *self.beside,
         )
         found = {x.untyped_storage(): x for x in every}

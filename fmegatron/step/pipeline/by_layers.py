@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fmegatron.step.torch_private import opname
 
@@ -227,8 +228,8 @@ class _Layers:
                 continue
             layer = {m: self._whole(m, i if len(layers) == count else 0) for m, layers in of.items()}
             args, kwargs = _of_one(node, name)
-            args = fx.node.map_arg(args, lambda m, of=layer: of.get(m, m))
-            kwargs = fx.node.map_arg(kwargs, lambda m, of=layer: of.get(m, m))
+            args = map_arg(args, lambda m, of=layer: of.get(m, m))
+            kwargs = map_arg(kwargs, lambda m, of=layer: of.get(m, m))
             found.append(self._made(node, node.target, args, v[i], kwargs))
         return found
 

@@ -6,6 +6,8 @@ belongs to the stage of the nearest marks above it. Of stage s
     F   what leaves the stage, and what its B and W, and metrics, read of it
     B   what the gradient at the mark needs: that of the stage's input
     W   the rest: gradients of weights
+    G   where the table has it, what F, B and W read that is made of parameters alone: weights gathered, and cast
+    R   where the table has it, what is linear in the gradients of W and has a collective: W gives what it is made of
 
 What is made of parameters alone, or of the batch alone, belongs to no stage: each part that reads it makes it. What
 mixes stages and is read by no backward (losses of routers, loads, metrics) is the part M, which runs behind the last.
@@ -14,7 +16,7 @@ mixes stages and is read by no backward (losses of routers, loads, metrics) is t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running
 from typing import Any
@@ -28,13 +30,15 @@ from fmegatron.step.pipeline.by_layers import layers_apart
 from fmegatron.step.pipeline.marks import MARK
 from fmegatron.step.pipeline.parts import (
     layer_of,
+    linear_in,
     reach,
     seeds_as_constants,
     split_backwards,
+    summing,
     terms_by_stage,
     without_declarations,
 )
-from fmegatron.step.torch_private import extract_subgraph
+from fmegatron.step.torch_private import extract_subgraph, opname
 
 __all__ = ["Part", "Parts", "blocks_of", "cut", "with_outputs", "without_marks"]
 
@@ -58,9 +62,10 @@ class Part:
 class Parts:
     """The parts of all stages.
 
-    of: (kind "F", "B" or "W", stage) -> part. forward, backward: per stage the value that it sends to the next one, or
-    to the one before: (its name there, its name where it is read); None at the ends. sides: per stage what M reads of
-    it. metrics: M. What W and M give have the paths of gradients and metrics as their names.
+    of: (kind "F", "B", "W", of some stages "G" and "R", too, stage) -> part. forward, backward: per stage the value
+    that it sends to the next one, or to the one before: (its name there, its name where it is read); None at the ends.
+    sides: per stage what M reads of it. metrics: M. What W, R and M give have the paths of gradients and metrics as
+    their names; where R reduces, W gives sums' terms by the names of values.
     """
 
     of: dict[tuple[str, int], Part]
@@ -91,11 +96,19 @@ def with_outputs(graph: fx.Graph, which: Sequence[int]) -> fx.Graph:
     return found
 
 
-def cut(graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], stages: Sequence[int], who: str) -> Parts:
+def cut(
+    graph: fx.Graph,
+    takes: Sequence[str],
+    gives: Sequence[str],
+    stages: Sequence[int],
+    who: str,
+    apart: Collection[tuple[str, int]] = (),
+) -> Parts:
     """The parts of stages of so many blocks.
 
     graph: the gradient of one microbatch, with marks, without ops in place; or its loss alone, whose parts B and W give
-    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. Raises ValueError, naming
+    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. apart: ("G", stage) and
+    ("R", stage) of the stages that have such parts. Raises ValueError, naming
     lines and stages, for marks that are missing or there twice, a value that skips a stage, and a backward that reads
     what mixes stages.
     """
@@ -106,7 +119,9 @@ def cut(graph: fx.Graph, takes: Sequence[str], gives: Sequence[str], stages: Seq
     inputs, outs = layers_apart(graph, takes, gives, GRADS)
     seeds_as_constants(graph)
     split_backwards(graph)
-    return _Cut(graph, inputs, outs, begins, who).parts()
+    found = _Cut(graph, inputs, outs, begins, who)
+    found.apart = set(apart)
+    return found.parts()
 
 
 class _Cut:
@@ -133,6 +148,8 @@ class _Cut:
         grads = [n for path, n in outs.items() if _is_gradient(path)]
         goals = [n.args[0] for n in (*self.into, *self.back) if n is not None]
         self.needed, _ = reach([*goals, *grads], lambda n: False)
+        self.apart: set[tuple[str, int]] = set()
+        self.fixed: set[fx.Node] | None = None
 
     def _near(self) -> tuple[dict[fx.Node, set[int]], set[fx.Node]]:
         number = {n: s for s, n in enumerate(self.into)}
@@ -295,11 +312,90 @@ class _Cut:
             n = self._sorted(f_met - own)[0]
             raise self._skips(n, {self.into.index(n)}, f"stage {s}")
         b_gives = list(dict.fromkeys([*goal, *between]))
-        return {
-            ("F", s): self._part(f_gives, own),
-            ("B", s): self._part(b_gives, read | given),
-            ("W", s): self._part(list(grads.values()), read | given | set(between), list(grads)),
+        of, ends = {}, dict[fx.Node, fx.Node]()
+        if ("R", s) in self.apart:
+            ends = self._tails(grads.values())
+            paths = [path for path, n in grads.items() if n in ends]
+            of["R", s] = self._part([grads[path] for path in paths], set(ends.values()), paths)
+        weights = {path: n for path, n in grads.items() if n not in ends}
+        w_given = [*weights.values(), *dict.fromkeys(ends.values())]
+        w_paths = [*weights, *(n.name for n in dict.fromkeys(ends.values()))]
+        kept = set[fx.Node]()
+        if ("G", s) in self.apart:
+            kept = self._weights(((f_gives, own), (b_gives, read | given), (w_given, read | given | set(between))))
+            of["G", s] = self._part(self._sorted(kept), set())
+        return of | {
+            ("F", s): self._part(f_gives, own | kept),
+            ("B", s): self._part(b_gives, read | given | kept),
+            ("W", s): self._part(w_given, read | given | set(between) | kept, w_paths),
         }
+
+    def _weights(self, parts: Iterable[tuple[list[fx.Node], set]]) -> set[fx.Node]:
+        """What parts read that is made of parameters alone, of more than views."""
+        if self.fixed is None:
+            self.fixed = self._fixed()
+        found = set()
+        for gives, known in parts:
+            nodes, _ = reach(gives, lambda n, known=known: n in known or n in self.inputs)
+            for n in nodes:
+                read = [n] if n in gives else [] if n in self.fixed else n.all_input_nodes
+                found |= {base for m in read if m in self.fixed and self._whole(base := base_of(m))}
+        return found
+
+    def _fixed(self) -> set[fx.Node]:
+        """What is made of parameters, and of nothing that differs by microbatch. Equal ones become one: the gather
+        for a backward is that for its forward."""
+        found, varies, known = set[fx.Node](), set[fx.Node](), dict[Any, fx.Node]()
+        for n in list(self.graph.nodes):
+            if n in self.inputs:
+                (found if layer_of(self.inputs[n])[0].startswith("0/") else varies).add(n)
+                if not layer_of(self.inputs[n])[0].startswith(("0/", "1/")):
+                    varies.discard(n)
+                continue
+            if n not in self.loose or n.op != "call_function" or any(m in varies for m in n.all_input_nodes):
+                varies.add(n)
+            elif any(m in found for m in n.all_input_nodes):
+                found.add(n)
+                same: Any = n.args[0]
+                if opname(n.target) not in ("detach", "alias") or same not in found:
+                    same = known.setdefault((n.target, str(n.args), str(n.kwargs)), n)
+                if same is not n:
+                    n.replace_all_uses_with(same)
+                    found.discard(n)
+        return found
+
+    def _tails(self, grads: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """{gradient: the last value behind which it differs by microbatch through this alone}, for those that are
+        linear in it with a sum over ranks between: R applies what is behind to the sum of all microbatches."""
+        ends, way = dict[fx.Node, fx.Node](), dict[fx.Node, set[fx.Node]]()
+        for n in dict.fromkeys(grads):
+            of: Any = n
+            steps: list[Any] = [n]
+            whole = 0
+            while True:
+                at = linear_in(of)
+                if of.target is operator.getitem and summing(of.args[0]) is not None:
+                    steps += [of.args[0], of.args[0].args[0][of.args[1]]]
+                    whole = len(steps)
+                elif at and [m for m in of.all_input_nodes if m not in self.loose] == [of.args[at[0]]]:
+                    steps.append(of.args[at[0]])
+                else:
+                    break
+                of = steps[-1]
+            if not whole:
+                continue
+            steps, end = steps[:whole], base_of(steps[whole - 1])
+            while steps[-1] is not end:
+                steps.append(steps[-1].args[0])
+            if self._whole(end) and self.home[end] == self.home[n]:
+                ends[n], way[n] = end, set(steps)
+        while True:  # a sum over ranks of several gradients has those of all of them
+            known = set(ends.values())
+            allowed = self.loose.union(*(way[n] for n in ends))
+            bad = [n for n in ends if not reach([n], known.__contains__)[0] <= allowed]
+            if not bad:
+                return ends
+            ends = {n: end for n, end in ends.items() if n not in bad}
 
     def _part(self, gives: list[fx.Node], known: set, paths: Sequence[str] | None = None) -> Part:
         """The part that gives these nodes, of inputs of the graph and values that are known."""

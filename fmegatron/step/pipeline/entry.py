@@ -10,13 +10,14 @@ what metrics are made of, too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fmegatron.collectives import Axes, World, ops, resharding
+from fmegatron.collectives import Axes, World, ops, resharding, wires
 from fmegatron.layout import Layout, Split
 from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.opaque import Entry, Replay
@@ -101,7 +102,7 @@ class Plan:
 
     def reads(self, rank: int) -> set[str]:
         """The parameters that the stages of a rank of pp read."""
-        parts = [self.parts.of[kind, stage] for stage in self.table.held(rank) for kind in "FBW"]
+        parts = [part for (_, stage), part in self.parts.of.items() if self.table.place[stage] == rank]
         return {_layer(name)[0] for part in parts for name in part.takes if layer_of(name)[0].startswith("0/")}
 
     def sides(self) -> list[tuple[int, str, int]]:
@@ -119,7 +120,7 @@ class Plan:
         """ValueError, naming the leaf, where a stage reads a layer that its rank does not hold."""
         for (kind, stage), part in self.parts.of.items():
             rank = self.table.place[stage]
-            for name in (*part.takes, *(part.gives if kind == "W" else ())):
+            for name in (*part.takes, *(part.gives if kind in "WR" else ())):
                 path, layer = _layer(name)
                 if not layer_of(name)[0].startswith(("0/", GRADS)) or not self.splits(path):
                     continue
@@ -141,11 +142,10 @@ class Plan:
 
     def _split_of(self, path: str) -> Split:
         """How the layers of a parameter are split where they rest with their stages."""
-        sizes = [0] * self.parts.stages
+        layers: list[set] = [set() for _ in self.parts.sides]
         for (kind, stage), part in self.parts.of.items():
-            found = {_layer(name)[1] for name in part.takes if _layer(name)[0] == path} if kind == "F" else ()
-            sizes[stage] += len(found)
-        return Split("pp", sizes=tuple(sizes), order=tuple(self.table.place))
+            layers[stage] |= {_layer(name)[1] for name in part.takes if _layer(name)[0] == path and kind in "FG"}
+        return Split("pp", sizes=tuple(map(len, layers)), order=tuple(self.table.place))
 
     def first(self) -> Entry | None:
         """What all ranks of pp run before the table: their parts of what is brought together -> these in full; None
@@ -237,8 +237,15 @@ class RankOfPipeline:
                 self.inputs[f"0/{path}"] = whole
         self.places = {p: {block: at for at, block in enumerate(plan.blocks(p, rank))} for p in paths if self._stack(p)}
         self.held = Held(
-            plan.table, plan.parts, rank, lambda k, s, values: run(plan.entry(k, s), values), self.given, self.add
+            plan.table, plan.parts, rank, functools.partial(self._run, run), self.given, self.add, self.plus
         )
+
+    def _run(self, run: Callable, kind: str, stage: int, values: list) -> Any:
+        part = self.plan.entry(kind, stage)
+        if kind == "R":
+            pairs = zip(values, part.fakes, strict=True)
+            values = [self.each(lambda x, dtype=like.dtype: x.to(dtype), value) for value, like in pairs]
+        return run(part, values)
 
     def _stack(self, path: str) -> bool:
         return bool(self.plan.layouts[path].shape)
@@ -268,6 +275,12 @@ class RankOfPipeline:
             self.each(lambda total, x: total.add_(x), self.sum_of(path), value)
         else:
             self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sum_of(path), value)
+
+    def plus(self, total: Any, value: Any) -> Any:
+        """A sum of gradients over microbatches, in the dtype of the sums; a new one where there is none."""
+        if total is None:
+            return self.each(lambda x: x.to(wires.wide(x.dtype), copy=True), value)
+        return self.each(lambda total, x: total.add_(x), total, value)
 
     def shares(self) -> tuple[list, list]:
         """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp)."""
@@ -320,9 +333,8 @@ class BoundPipeline:
         self.rank = world.index(("pp",))
         self.parts = {
             part: part.bind(target)
-            for stage in self.plan.table.held(self.rank)
-            for kind in "FBW"
-            if self.plan.parts.of[kind, stage].gives
+            for (kind, stage), of in self.plan.parts.of.items()
+            if of.gives and self.plan.table.place[stage] == self.rank
             for part in [self.plan.entry(kind, stage)]
         }
         first = self.plan.first()

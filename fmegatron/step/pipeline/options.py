@@ -13,7 +13,7 @@ from fmegatron.step.pipeline.clock import Clock, Costs, clock
 from fmegatron.step.pipeline.greedy import microbatch_of
 from fmegatron.step.pipeline.pictures import picture
 from fmegatron.step.pipeline.stages import Stages, balanced, counted, read_stages
-from fmegatron.step.pipeline.table import Message, Table, checked, messages
+from fmegatron.step.pipeline.table import Message, Table, checked, gathering, messages
 
 __all__ = ["Pipeline", "Pipelining", "Scheduled", "by_stages"]
 
@@ -22,6 +22,7 @@ _CHUNKS = MappingProxyType(
     {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2, "greedy": 1, "greedy_v": 2}
 )
 _FIXED = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v", "greedy_v")
+_OFTEN = ("use", "burst", "step")
 _VEES = ("zb_v", "dualpipe_v", "greedy_v")
 
 
@@ -49,11 +50,6 @@ class Pipeline:
             raise ValueError(
                 f"Pipeline: got stages of {', '.join(map(str, self.stages))} blocks for {self.table.name}, wanted "
                 f"{self.table.stages} stages, one block or more in each; take fewer stages"
-            )
-        if any(kind in "GR" for row in self.table.rows for action in row for kind in action.kind):
-            raise ValueError(
-                f"Pipeline: got {self.table.name} with gathers and reductions of their own (G, R), wanted F, B, W and "
-                "BW; leave them out: weights are gathered where they are read"
             )
 
     @property
@@ -102,6 +98,11 @@ class Pipelining:
         "Et*3|(tt|)*29,m|L"; "": balanced by the costs of blocks and ends.
     chunks: stages a rank; 0: as `stages` or the schedule has them (2 for "interleaved").
     memory: of greedy tables, how many microbatches of all its stages a rank may hold at once; 0: without limit.
+    gather: when weights of a stage that rest in parts (ZeRO-3), or in another dtype, are gathered and cast, and their
+        gradients reduced.
+        "use"    by each action that reads them, of each microbatch
+        "burst"  once for each run of actions of the stage
+        "step"   once, and kept with the sum of their gradients
 
     Raises ValueError for another schedule, and for what does not go with it.
     """
@@ -110,10 +111,13 @@ class Pipelining:
     stages: str = _named("")  # blocks of each stage, "3,4,4,1", or Megatron's layout; empty: balanced
     chunks: int = _named(0)  # stages a rank; 0: as stages or the schedule have them
     memory: float = _named(0.0)  # of greedy ones, microbatches of all its stages that a rank may hold; 0: no limit
+    gather: str = _named("use")  # weights of a stage, and reduce gradients: use, burst (of its actions), step
 
     def __post_init__(self):
         if self.schedule not in _CHUNKS:
             raise ValueError(f"pipeline.schedule: got {self.schedule!r}, wanted one of {', '.join(_CHUNKS)}")
+        if self.gather not in _OFTEN:
+            raise ValueError(f"pipeline.gather: got {self.gather!r}, wanted one of {', '.join(_OFTEN)}")
         least = _CHUNKS[self.schedule] if self.schedule in _FIXED else 1
         if self.chunks < 0 or (self.schedule in _FIXED and self.chunks not in (0, least)):
             others = "" if self.schedule in _FIXED else " or more, or 0"
@@ -132,7 +136,7 @@ class Pipelining:
             raise ValueError(
                 f"Pipelining.of: microbatches: got {microbatches!r}, wanted a whole number of them, 1 or more"
             )
-        return Scheduled(self.schedule, self.stages, self.chunks, self.memory, microbatches)
+        return Scheduled(self.schedule, self.stages, self.chunks, self.memory, self.gather, microbatches)
 
     def on(self, ranks: int, blocks: int) -> Pipeline:
         """ValueError: `of` says of how many microbatches."""
@@ -182,12 +186,12 @@ class Pipelining:
             held = microbatch_of(place, costs or Costs())
             memory = [self.memory * rank for rank in held] if self.memory else None
             name = f"{self.schedule} p={p} m={microbatches}"
-            return checked(schedules.best(place, microbatches, costs, memory, name))
+            return checked(gathering(schedules.best(place, microbatches, costs, memory, name), self.gather))
         if self.schedule == "interleaved":
-            return checked(schedules.interleaved(p, microbatches, chunks))
+            return checked(gathering(schedules.interleaved(p, microbatches, chunks), self.gather))
         made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b, "zb_h1": schedules.zb_h1}
         made |= {"zb_v": schedules.zb_v, "dualpipe_v": schedules.dualpipe_v}
-        return checked(made[self.schedule](p, microbatches))
+        return checked(gathering(made[self.schedule](p, microbatches), self.gather))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ from fmegatron.collectives import kinds
 from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, user_line
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import bases_of
-from fmegatron.step.torch_private import Op, extract_subgraph, graph_module_of, opname
+from fmegatron.step.torch_private import extract_subgraph, graph_module_of, is_gradient, opname
 
 __all__ = [
     "layer_of",
+    "linear_in",
     "reach",
     "seeds_as_constants",
     "split_backwards",
+    "summing",
     "terms_by_stage",
     "without_declarations",
 ]
@@ -119,7 +121,7 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
                     negative.meta, home[negative], term = dict(node.meta), {s}, negative
                 found[s] = _sum(graph, home, s, node, found[s], term) if s in found else term
         return found
-    at = next((i for i in _linear_in(node) if _alone(node, i, home)), None)
+    at = next((i for i in linear_in(node) if _alone(node, i, home)), None)
     if at is not None:
         terms = terms_by_stage(graph, node.args[at], home, who)
         return {s: _noted(graph, home, s, node, _put(node.args, at, term)) for s, term in terms.items()}
@@ -128,10 +130,9 @@ def terms_by_stage(graph: fx.Graph, node: Any, home: dict[fx.Node, set[int]], wh
         return {s: _joined(graph, home, s, node, [one.get(s) for one in each]) for s in sorted(stages)}
     if node.target is operator.getitem:
         whole, i = node.args
-        collective = kinds.collective_of(whole.target)
-        if collective is not None and collective.name in ("reduce_scatter", "psum"):
+        if summing(whole) is not None:
             return _through(graph, node, whole, i, home, who)
-        at = next((k for k in _linear_in(whole) if _alone(whole, k, home)), None)
+        at = next((k for k in linear_in(whole) if _alone(whole, k, home)), None)
         if at is not None:
             terms = terms_by_stage(graph, whole.args[at], home, who)
             of_each = {s: _noted(graph, home, s, whole, _put(whole.args, at, term)) for s, term in terms.items()}
@@ -158,11 +159,17 @@ def _sum(graph, home, stage: int, like: Any, one: fx.Node, other: fx.Node) -> fx
     return new
 
 
-def _linear_in(node: Any) -> tuple[int, ...]:
+def summing(node: Any) -> str | None:
+    """The name of the sum over ranks that a node is, if it is one: of each of several values."""
+    collective = kinds.collective_of(node.target)
+    return None if collective is None or collective.name not in ("reduce_scatter", "psum") else collective.name
+
+
+def linear_in(node: Any) -> tuple[int, ...]:
     """The arguments of which a node is linear, one at a time."""
     name = opname(node.target)
-    if isinstance(node.target, Op) and node.target.namespace == "aten" and name.endswith("_backward"):
-        return (0,) if node.target._schema.arguments[0].name.startswith("grad") else ()
+    if is_gradient(node.target):
+        return (0,)
     if name == "index_put" and node.args[3:] != (True,):
         return ()
     beside = [one for one, zero in _BESIDE_ZERO.get(name, ()) if _is_zero(node, zero)]
@@ -174,7 +181,7 @@ def _is_zero(node: Any, at: int) -> bool:
     x = node.args[at] if len(node.args) > at else 0
     if isinstance(x, fx.Node) and opname(x.target) in ("full", "scalar_tensor"):
         x = x.args[len(x.args) - 1]
-    return not isinstance(x, fx.Node) and x == 0
+    return isinstance(x, int | float) and x == 0
 
 
 def _put(args: tuple, at: int, value: Any) -> tuple:

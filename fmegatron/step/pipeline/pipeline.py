@@ -182,8 +182,10 @@ class _Node:
         self.shown = [path for path in self.gives if not path.startswith(GRADS)]
         if isinstance(pipeline, Scheduled):
             pipeline = pipeline.on(mesh["pp"], blocks_of(marked.graph, who))
+        table = pipeline.table if with_gradient else forwards(pipeline.table)
+        apart = {(action.kind, action.stage) for row in table.rows for action in row if action.kind in "GR"}
         with outside_of_tracing(), mode:
-            parts = cut(marked.graph, takes, self.gives, pipeline.stages, who)
+            parts = cut(marked.graph, takes, self.gives, pipeline.stages, who, apart)
         plain = graph_module_of(marked, without_marks(marked.graph))
         self.plain = Entry.make(name, plain, one.entry.fakes, mode)
         fakes = one.entry.fakes
@@ -199,7 +201,6 @@ class _Node:
         )
         with outside_of_tracing():
             self.uncut = trace(functools.partial(self._uncut, list(layouts.values()), takes), given, mesh=mesh)
-        table = pipeline.table if with_gradient else forwards(pipeline.table)
         digest = hashlib.sha256(repr((pipeline, with_gradient, layouts)).encode()).hexdigest()[:8]
         self.entry = PipelineEntry.make(
             f"{name}_pipeline_{digest}", self.uncut.graph_module, self.uncut.fakes, self.uncut.fake_mode

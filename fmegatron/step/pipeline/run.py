@@ -19,11 +19,15 @@ class Held:
     """The values of one rank of a pipeline: tensors, or whatever else `run` takes and gives.
 
     run: (kind, stage, values) -> what the part gives. given: (path of an input, microbatch) -> its value. add: hears
-    (path of a gradient, its term, microbatch). sides: {(name, microbatch): what M reads}.
+    (path of a gradient, its term, microbatch). plus: (a sum or None, a value) -> the sum with it. sides: {(name,
+    microbatch): what M reads}. gathered: {stage: what its last G gave}, while it is read. reduced: {stage: the sums
+    that its next R reads}.
     """
 
-    def __init__(self, table: Table, parts: Parts, rank: int, run: Callable, given: Callable, add: Callable):
+    def __init__(self, table: Table, parts: Parts, rank: int, run: Callable, given: Callable, add: Callable, plus: Any):
         self.table, self.parts, self.rank, self.run, self.given, self.add = table, parts, rank, run, given, add
+        self.plus, self.gathered, self.reduced = plus, dict[int, dict[str, Any]](), dict[int, dict[str, Any]]()
+        self._done_with = _last_of_gathers(table.rows[rank])
         self.values: dict[tuple[str, int], Any] = {}
         self.sides: dict[tuple[str, int], Any] = {}
         self._leaving: dict[tuple[str, int, int], Any] = {}  # the message may stand behind the other action of a pair
@@ -52,9 +56,18 @@ class Held:
         self._let_go()
         for kind in action.kind:
             part = self.parts.of[kind, stage]
-            found = self.run(kind, stage, [self._value(name, i) for name in part.takes]) if part.gives else ()
+            found = self.run(kind, stage, [self._value(name, i, stage) for name in part.takes]) if part.gives else ()
+            if kind == "G":
+                self.gathered[stage] = dict(zip(part.gives, found, strict=True))
+                continue
+            if kind == "R":
+                self.reduced.pop(stage, None)
+            sums = self.parts.of["R", stage].takes if kind == "W" and ("R", stage) in self.parts.of else ()
             for name, value in zip(part.gives, found, strict=True):
-                if kind == "W":
+                if name in sums:
+                    of = self.reduced.setdefault(stage, {})
+                    of[name] = self.plus(of.get(name), value)
+                elif kind in "WR":
                     self.add(name, value, i)
                 else:
                     self.values[name, i] = value
@@ -65,11 +78,13 @@ class Held:
                 self.values[pair[1], i] = self.values[pair[0], i]
             elif pair is not None:
                 self._leaving[kind, stage, i] = self.values[pair[0], i]
-            self._dead += [(name, i) for name in self._last[stage][kind]]
+            self._dead += [(name, i) for name in self._last[stage].get(kind, ())]
+        if action in self._done_with:
+            del self.gathered[stage]
 
     def _pair(self, kind: str, stage: int) -> tuple[str, str] | None:
         """(the name here, the name where it is read) of what an action gives to another stage."""
-        return {"F": self.parts.forward, "B": self.parts.backward}[kind][stage] if kind != "W" else None
+        return {"F": self.parts.forward, "B": self.parts.backward}[kind][stage] if kind in "FB" else None
 
     def sent(self, message: Message) -> Any:
         """What a message of this rank carries, once."""
@@ -86,7 +101,10 @@ class Held:
         self._let_go()
         assert not self.values, f"rank {self.rank} of pp: nobody has read {', '.join(map(str, self.values))}"
 
-    def _value(self, name: str, i: int) -> Any:
+    def _value(self, name: str, i: int, stage: int) -> Any:
+        for known in (self.gathered, self.reduced):
+            if name in known.get(stage, ()):
+                return known[stage][name]
         return self.values[name, i] if (name, i) in self.values else self.given(name, i)
 
     def _let_go(self) -> None:
@@ -94,6 +112,18 @@ class Held:
         for key in self._dead:
             self.values.pop(key, None)
         self._dead.clear()
+
+
+def _last_of_gathers(row: Sequence[Action]) -> set[Action]:
+    """The actions of a row behind which nothing reads what the last G of their stage gave."""
+    found, last = set[Action](), dict[int, Action | None]()
+    for action in row:
+        if action.kind == "G":
+            found |= {of for of in (last.get(action.stage),) if of is not None}
+            last[action.stage] = None
+        elif action.kind != "R" and action.stage in last:
+            last[action.stage] = action
+    return found | {action for action in last.values() if action is not None}
 
 
 def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]) -> None:

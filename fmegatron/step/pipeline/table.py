@@ -18,6 +18,7 @@ __all__ = [
     "Table",
     "checked",
     "forwards",
+    "gathering",
     "messages",
     "needs",
     "played",
@@ -189,6 +190,37 @@ def forwards(table: Table) -> Table:
     """The forwards of a table alone, in its order: what an evaluation runs."""
     rows = tuple(tuple(action for action in row if action.kind == "F") for row in table.rows)
     return replace(table, rows=rows, pairs=(), name=f"forwards of {table.name}")
+
+
+def gathering(table: Table, often: str) -> Table:
+    """The table with G before actions that read weights of a stage, and R behind those that make their gradients.
+
+    often: "step", once each; "burst", for each run of actions of the stage, so that a rank of several stages has the
+    weights of those alone that it is at; "use": the table itself, whose parts gather what they read, and reduce.
+    """
+    if often == "use":
+        return table
+    rows, pairs = [], []
+    for rank in range(table.ranks):
+        row, at = list(units(table, rank)), list[int]()
+        before: dict[int, list[Action]] = {}
+        behind: dict[int, list[Action]] = {}
+        for stage in table.held(rank):
+            mine = [i for i, unit in enumerate(row) if any(a.stage == stage for a in unit)]
+            cuts = [k for k in range(1, len(mine)) if often == "burst" and mine[k] > mine[k - 1] + 1]
+            for begin, end in itertools.pairwise((0, *cuts, len(mine))):
+                run = [a for i in mine[begin:end] for a in row[i] if a.stage == stage]
+                before.setdefault(mine[begin], []).append(Action("G", stage, run[0].microbatch))
+                if of := [a.microbatch for a in run if "W" in a.kind]:
+                    behind.setdefault(mine[end - 1], []).append(Action("R", stage, of[-1]))
+        found: list[Action] = []
+        for i, unit in enumerate(row):
+            found += before.get(i, ())
+            at += [len(found)] * (len(unit) > 1)
+            found += [*unit, *behind.get(i, ())]
+        rows.append(tuple(found))
+        pairs.append(tuple(at))
+    return replace(table, rows=tuple(rows), pairs=tuple(pairs) if table.pairs else ())
 
 
 def checked(table: Table) -> Table:

@@ -28,7 +28,7 @@ def clock_of(
     plan, stages = bound.plan, range(bound.plan.parts.stages)
 
     def cost(kind: str, stage: int) -> float:
-        if not plan.parts.of[kind, stage].gives:
+        if (kind, stage) not in plan.parts.of or not plan.parts.of[kind, stage].gives:
             return 0.0
         return seconds(bound.part(kind, stage).program.stages["overlap"].graph)
 
@@ -37,7 +37,7 @@ def clock_of(
         pairs = [("F", plan.parts.forward[stage]), ("B", plan.parts.backward[stage])]
         sizes = [plan.like(kind, stage, pair[0]).nbytes for kind, pair in pairs if pair is not None]
         sent.append(max(map(travels, sizes), default=0.0))
-    kinds = {kind: tuple(cost(kind, stage) for stage in stages) for kind in "FBW"}
+    kinds = {kind: tuple(cost(kind, stage) for stage in stages) for kind in "FBWGR"}
     costs = Costs(**kinds, send=tuple(sent))
     return timed(plan.table, costs), costs
 

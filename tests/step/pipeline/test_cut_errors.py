@@ -108,8 +108,8 @@ def test_pipelines_that_are_none():
     for stages in ((1,), (1, 1, 1), (2, 0)):
         with pytest.raises(ValueError, match=r"wanted 2 stages, one block or more in each"):
             Pipeline(table, stages)
-    with pytest.raises(ValueError, match=r"wanted F, B, W and BW"):
-        Pipeline(Table(((Action("G", 0, 0), *table.rows[0]), table.rows[1]), table.place, 2), (1, 1))
+    with pytest.raises(ValueError, match=r"got G0.0 and G0.0 with no use between, wanted one; drop one"):
+        Pipeline(Table((2 * (Action("G", 0, 0),) + table.rows[0], table.rows[1]), table.place, 2), (1, 1))
 
 
 def test_where_there_is_no_pp_it_is_accumulate():

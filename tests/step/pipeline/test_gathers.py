@@ -1,0 +1,123 @@
+"""Gathers and reductions as actions of their own, once a step or for each run of a stage's actions."""
+
+import dataclasses
+
+import pytest
+
+from fmegatron import step
+from fmegatron.step import Pipeline
+from fmegatron.step.pipeline import run, schedules
+from fmegatron.step.pipeline.cut import cut
+from fmegatron.step.pipeline.pictures import picture
+from fmegatron.step.pipeline.table import gathering, problems
+from fmegatron.step.pipeline.torch_tables import read_torch
+from tests.step.pipeline import test_cover
+from tests.step.pipeline.hand import worst
+from tests.step.pipeline.test_torch_tables import COMMS
+
+TABLES = {
+    "1f1b": schedules.one_f_one_b(3, 4),
+    "around": schedules.interleaved(2, 4, 2),
+    "V": schedules.zb_v(2, 4),
+    "pairs": schedules.dualpipe_v(2, 4),
+}
+
+
+@pytest.mark.parametrize("often", ["use", "burst", "step"])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name, often):
+    table = TABLES[name]
+    found = gathering(table, often)
+    assert not problems(found)
+    assert tuple(tuple(a for a in row if a.kind not in "GR") for row in found.rows) == table.rows
+    for rank, row in enumerate(found.rows):
+        pairs = [of.pairs[rank] if of.pairs else () for of in (found, table)]
+        for at, before in zip(*pairs, strict=True):
+            assert row[at : at + 2] == table.rows[rank][before : before + 2]
+        for stage in table.held(rank):
+            counts = [sum(a.kind == kind and a.stage == stage for a in row) for kind in "GR"]
+            assert {"use": counts == [0, 0], "step": counts == [1, 1], "burst": min(counts) >= 1}[often]
+    assert often == "use" or "G gathers, R reductions" in picture(found)
+
+
+def test_one_stage_a_rank_has_one_run_of_actions():
+    table = TABLES["1f1b"]
+    assert gathering(table, "burst") == gathering(table, "step")
+    with pytest.raises(ValueError, match="pipeline.gather: got 'often', wanted one of use, burst, step"):
+        step.Pipelining(gather="often")
+    options = step.Pipelining("zb_v", gather="step")
+    assert options.table((0, 1, 1, 0), 4) == gathering(TABLES["V"], "step")
+
+
+class Case(test_cover.Case):
+    often = "step"
+
+    @property
+    def pipeline(self) -> Pipeline:
+        found = super().pipeline
+        return Pipeline(gathering(found.table, self.often), found.stages)
+
+
+class Bursts(Case):
+    often = "burst"
+
+
+class OfTorch(test_cover.Case):
+    """A table that torch has written, whose gathers and reductions are its own."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return Pipeline(dataclasses.replace(read_torch(COMMS), name="of torch"), self.stages)
+
+
+SMALL = {"layers": 2, "tied": True, "sequence_parallel": True}
+CASES = {
+    "once, tied, tp, sp, min-cut": Case(
+        "one_f_one_b", (1, 1), {"fsdp": 2, "tp": 2}, "zero3", SMALL, {"save": "mincut"}, True
+    ),
+    "runs of a V, experts over ep": Bursts(
+        "zb_v", (1, 1, 1, 1), {"fsdp": 2}, "zero3", {"experts": {"ep": ("fsdp",), **test_cover.ROUTER}}
+    ),
+    "runs around, ZeRO-1": Bursts("interleaved", (1, 1, 1, 1), {"dp": 2}, "zero1", {"z_loss": 1e-2}),
+    "pairs": Case("dualpipe_v", (1, 1, 1, 1), {"fsdp": 2}, "zero3", {"dropout": 0.1}),
+    "of torch": OfTorch("one_f_one_b", (1, 1), {"fsdp": 2}, "zero3", {"layers": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_an_update(name, monkeypatch):
+    seen, microbatches = [], 2 if name == "of torch" else test_cover.M
+    monkeypatch.setattr(test_cover, "M", microbatches)
+    monkeypatch.setattr("fmegatron.step.pipeline.pipeline.cut", lambda *args: seen.append(cut(*args)) or seen[-1])
+    found, report = test_cover.updated(CASES[name], True)
+    error, path = worst(test_cover.updated(CASES[name], False)[0], found)
+    assert error <= 1e-10, path
+    assert report.ok, report
+    sums = {kind: 0 for kind in "FBWGR"}
+    for parts in seen:
+        for (kind, _), part in parts.of.items():
+            sums[kind] += sum("reduce_scatter" in str(n.target) for n in part.graph.nodes)
+    data = "fsdp" in CASES[name].mesh and "tp" not in CASES[name].mesh
+    assert not data or (sums["W"] == 0 and sums["R"] > 0), sums
+
+
+@pytest.mark.slow
+def test_a_sum_that_is_reduced_without_one_microbatch_is_another(monkeypatch):
+    plus, calls = run.Held.do, []
+
+    def forgetful(held, action):
+        if action.kind in ("W", "BW") and action.microbatch == 1:
+            calls.append(action)
+            kept = {stage: dict(of) for stage, of in held.reduced.items()}
+            held.plus, of = (lambda total, value: total if total is not None else value), held.plus
+            plus(held, action)
+            held.plus = of
+            assert kept
+            return None
+        return plus(held, action)
+
+    wanted = test_cover.updated(CASES["once, tied, tp, sp, min-cut"], False)[0]
+    monkeypatch.setattr(run.Held, "do", forgetful)
+    found, _ = test_cover.updated(CASES["once, tied, tp, sp, min-cut"], True)
+    assert calls and worst(wanted, found)[0] > 1e-6
