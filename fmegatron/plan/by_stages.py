@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -102,42 +102,65 @@ def by_stages(setting: Setting, rank: int, sent: tuple[float, float]) -> ByStage
         return None
     place = setting.mesh.index(rank, ("pp",))
     row = pipeline.table.rows[place]
-    count = sum(len(action.kind) for action in row)
+    count, table = sum(len(action.kind) for action in row), {(a.kind, a.stage) for r in pipeline.table.rows for a in r}
     each = Work(sent=sent[0] / count, calls=sent[1] / count)
     stages, begin = [], 0
     for size in pipeline.stages:
         stages.append(decoder.blocks[begin : begin + size])
         begin += size
     work = {kind: [Work() for _ in stages] for kind in _KINDS}
+    apart = {kind: [each if (kind, n) in table else Work() for n in range(len(stages))] for kind in "GR"}
+    whole = list[tuple[int, int]]()
     live, left, during = [], [], {kind: [] for kind in _KINDS}
     x = _activation(setting, decoder)
     for stage, blocks in enumerate(stages):
         last = stage + 1 == len(stages)
         for kind, of_stage in zip(_KINDS, _work(setting, decoder, blocks, last), strict=True):
             work[kind][stage] = of_stage + each
-        kept, between, most = _bytes_of(setting, decoder, blocks)
+        kept, between, most, all_of_it = _bytes_of(setting, decoder, blocks, ("G", stage) in table)
+        whole.append(all_of_it)
         logits = _logits(setting, decoder) if last else 0
         live.append(kept + x + (logits + x if last else 0))
         left.append(kept + x + between + (logits + x if last else 0))
         for kind, of_kind in zip(_KINDS, most, strict=True):
             during[kind].append(of_kind + x + 2 * logits * (kind != "W"))
-    moments = _moments(row, live, left, during)
-    return ByStages(pipeline, place, {k: tuple(v) for k, v in work.items()}, x, moments)
+    moments = _moments(pipeline.table, place, live, left, during, whole)
+    return ByStages(pipeline, place, {k: tuple(v) for k, v in (work | apart).items()}, x, moments)
 
 
-def _moments(row: Sequence[Any], live: list[int], left: list[int], during: Mapping[str, list[int]]) -> dict[str, int]:
-    """Kind of action -> the most that is held while one runs, with what it works with."""
-    held: dict[tuple[int, int], int] = {}
+def _moments(
+    table: Any,
+    rank: int,
+    live: list[int],
+    left: list[int],
+    during: Mapping[str, list[int]],
+    whole: list[tuple[int, int]],
+) -> dict[str, int]:
+    """Kind of action -> the most that is held while one runs, with what it works with. whole: of each stage what its G
+    makes, and the sums that its R reduces."""
+    held: dict[Any, int] = {}
     most = dict.fromkeys((f"{kind} of the table" for kind in _KINDS), 0)
+    last, row = table.ends_of_gathers(rank), table.rows[rank]
+    sums = {action.stage for action in row if action.kind == "R"}
     for action in row:
         key = action.stage, action.microbatch
         for kind in action.kind:
+            if kind == "G":
+                held["G", action.stage] = whole[action.stage][0]
+                continue
+            if kind == "R":
+                held.pop(("R", action.stage), None)
+                continue
+            if kind == "W" and action.stage in sums:
+                held["R", action.stage] = whole[action.stage][1]
             if kind in "FB":
                 held[key] = (live if kind == "F" else left)[action.stage]
             name = f"{kind} of the table"
             most[name] = max(most[name], sum(held.values()) + during[kind][action.stage])
             if kind == "W":
                 del held[key]
+        if action in last:
+            del held["G", action.stage]
     return most
 
 
@@ -172,12 +195,15 @@ def _work(setting: Setting, decoder: model.Decoder, blocks: Any, last: bool) -> 
     return found[0], found[1], found[2]
 
 
-def _bytes_of(setting: Setting, decoder: model.Decoder, blocks: Any) -> tuple[int, int, tuple[int, int, int]]:
-    """Of a microbatch on a stage: (kept from F to W, kept from B to W beside it, what F, B and W work with)."""
+def _bytes_of(
+    setting: Setting, decoder: model.Decoder, blocks: Any, gathered: bool
+) -> tuple[int, int, tuple[int, int, int], tuple[int, int]]:
+    """Of a microbatch on a stage: (kept from F to W, kept from B to W beside it, what F, B and W work with); and its
+    whole weights, and their gradients in fp32, where actions of their own gather and reduce these."""
     tp, number = setting.mesh["tp"], decoder.compute_dtype.itemsize
     per_token = setting.rows * setting.length * number
     gathers = any(setting.mesh[name] > 1 for name in setting.strategy.params)
-    kept = between = forward = backward = layer = 0
+    kept = between = forward = backward = layer = every = 0
     wide = decoder.dim / (tp if decoder.sequence_parallel and tp > 1 else 1)
     for parts in dict.fromkeys(blocks):
         count = sum(other == parts for other in blocks)
@@ -189,5 +215,8 @@ def _bytes_of(setting: Setting, decoder: model.Decoder, blocks: Any) -> tuple[in
         forward, backward = max(forward, one.forward - one.saved), max(backward, one.backward)
         arrays = [a for part in parts for a in tree.leaves(part.mixer.arrays(decoder.dim)) if len(a.shape) > 1]
         layer = max(layer, sum(math.prod(array.shape) for array in arrays) * number // tp)
-    weights = layer if gathers or decoder.compute_dtype != decoder.param_dtype else 0
-    return kept, between, (forward + weights, backward + weights, layer + weights)
+        every += count * sum(math.prod(array.shape) for array in arrays) // tp
+    made = gathers or decoder.compute_dtype != decoder.param_dtype
+    weights = layer if made and not gathered else 0
+    whole = every * number * made, every * max(4, number) * gathers
+    return kept, between, (forward + weights, backward + weights, layer + weights), whole

@@ -45,8 +45,10 @@ def sent_by_axes(setting: Setting) -> tuple[dict[str, int], dict[str, int], tupl
     stacks = {} if decoder is None else {name: len(stack.depths) for name, stack in decoder.stacks.items()}
     if decoder is not None and mesh["pp"] > 1:  # of a rank's layers, in the mean
         stacks = {name: max(1, n // mesh["pp"]) if name != "mtp" else n for name, n in stacks.items()}
-    # By stages gradients are reduced behind the table, once, but for what is gathered where it is read.
+    # By stages gradients are reduced behind the table, once, but for what is gathered where it is read, or by actions.
     times = setting.microbatches if mesh["pp"] == 1 or setting.strategy.params else 1
+    if setting.pipeline is not None and (runs := setting.pipeline.table.gathers):
+        times, again = (runs if setting.strategy.params else 1), 1
     together: dict[tuple, int] = {}
     for one in costs.least_transfers(
         setting.params,

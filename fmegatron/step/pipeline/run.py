@@ -27,7 +27,7 @@ class Held:
     def __init__(self, table: Table, parts: Parts, rank: int, run: Callable, given: Callable, add: Callable, plus: Any):
         self.table, self.parts, self.rank, self.run, self.given, self.add = table, parts, rank, run, given, add
         self.plus, self.gathered, self.reduced = plus, dict[int, dict[str, Any]](), dict[int, dict[str, Any]]()
-        self._done_with = _last_of_gathers(table.rows[rank])
+        self._done_with = table.ends_of_gathers(rank)
         self.values: dict[tuple[str, int], Any] = {}
         self.sides: dict[tuple[str, int], Any] = {}
         self._leaving: dict[tuple[str, int, int], Any] = {}  # the message may stand behind the other action of a pair
@@ -112,18 +112,6 @@ class Held:
         for key in self._dead:
             self.values.pop(key, None)
         self._dead.clear()
-
-
-def _last_of_gathers(row: Sequence[Action]) -> set[Action]:
-    """The actions of a row behind which nothing reads what the last G of their stage gave."""
-    found, last = set[Action](), dict[int, Action | None]()
-    for action in row:
-        if action.kind == "G":
-            found |= {of for of in (last.get(action.stage),) if of is not None}
-            last[action.stage] = None
-        elif action.kind != "R" and action.stage in last:
-            last[action.stage] = action
-    return found | {action for action in last.values() if action is not None}
 
 
 def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]) -> None:

@@ -107,6 +107,23 @@ class Table:
         """The stages of a rank, from the first to the last."""
         return tuple(stage for stage, holder in enumerate(self.place) if holder == rank)
 
+    def ends_of_gathers(self, rank: int) -> set[Action]:
+        """The actions of a rank behind which nothing reads what the last G of their stage gave."""
+        found, last = set[Action](), dict[int, Action | None]()
+        for action in self.rows[rank]:
+            if action.kind == "G":
+                found |= {of for of in (last.get(action.stage),) if of is not None}
+                last[action.stage] = None
+            elif action.kind != "R" and action.stage in last:
+                last[action.stage] = action
+        return found | {action for action in last.values() if action is not None}
+
+    @property
+    def gathers(self) -> int:
+        """How often a stage's weights are gathered by actions of their own, at most; 0: by those that read them."""
+        counts = Counter(action.stage for row in self.rows for action in row if action.kind == "G")
+        return max(counts.values(), default=0)
+
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
     """What must be done before an action can begin, as actions of kinds F, B and W.

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from fmegatron import step
+from fmegatron import model, optim, plan, step
+from fmegatron.layout import Mesh
 from fmegatron.step import Pipeline
 from fmegatron.step.pipeline import run, schedules
 from fmegatron.step.pipeline.cut import cut
@@ -47,6 +48,19 @@ def test_one_stage_a_rank_has_one_run_of_actions():
         step.Pipelining(gather="often")
     options = step.Pipelining("zb_v", gather="step")
     assert options.table((0, 1, 1, 0), 4) == gathering(TABLES["V"], "step")
+
+
+def test_formulas_know_them():
+    """Weights and gradients of ZeRO-3 travel once a step, and stay with a rank from G to R."""
+
+    def planned(often):
+        decoder, parts = model.llama(64, 64, 2, 2, 2, 64, 32), step.Pipelining(gather=often).of(4)
+        how = {"strategy": "zero3", "microbatches": parts}
+        return plan.quick(model.build(decoder, optim.adamw(1e-3), Mesh(pp=2, fsdp=2), (16, 32), **how))
+
+    use, once = planned("use"), planned("step")
+    assert once.sent["fsdp"] * 4 <= use.sent["fsdp"] and once.sent["pp"] == use.sent["pp"]
+    assert once.moments["B of the table"] > use.moments["B of the table"]
 
 
 class Case(test_cover.Case):
