@@ -82,7 +82,6 @@ __all__ = [
     "inductor_decompositions",
     "inductor_default_folder",
     "inductor_folder",
-    "is_gradient",
     "last_call_of",
     "last_recorded",
     "is_tracing",
@@ -119,13 +118,6 @@ overload_name: Callable[[Op], str] = operator.attrgetter("_overloadname")  # "de
 def opname(op) -> str:
     """The name of an operator without namespace and overload: "all_reduce"; empty for what is no operator."""
     return getattr(op, "_opname", "")
-
-
-def is_gradient(op) -> bool:
-    """Whether an operator of torch is the gradient of another one: linear in its first argument, which comes in."""
-    if not isinstance(op, Op) or op.namespace != "aten" or not opname(op).endswith("_backward"):
-        return False
-    return op._schema.arguments[0].name.startswith("grad")
 
 
 def profiled_events(profile: torch.profiler.profile) -> list[Any]:

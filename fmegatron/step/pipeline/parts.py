@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fmegatron.collectives import kinds
+from fmegatron.collectives import kinds, torch_private
 from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, user_line
 from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import bases_of
-from fmegatron.step.torch_private import extract_subgraph, graph_module_of, is_gradient, opname
+from fmegatron.step.torch_private import Op, extract_subgraph, graph_module_of, opname
 
 __all__ = [
     "layer_of",
@@ -168,8 +168,9 @@ def summing(node: Any) -> str | None:
 def linear_in(node: Any) -> tuple[int, ...]:
     """The arguments of which a node is linear, one at a time."""
     name = opname(node.target)
-    if is_gradient(node.target):
-        return (0,)
+    if isinstance(node.target, Op) and node.target.namespace == "aten" and name.endswith("_backward"):
+        schema = torch_private.schema_of(node.target)
+        return (0,) if schema.arguments[0].name.startswith("grad") else ()
     if name == "index_put" and node.args[3:] != (True,):
         return ()
     beside = [one for one, zero in _BESIDE_ZERO.get(name, ()) if _is_zero(node, zero)]
