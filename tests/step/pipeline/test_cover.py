@@ -118,6 +118,8 @@ def updated(case: Case, by_stages: bool):
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     if case.mask:
         batch["labels"][torch.rand(batch["labels"].shape, generator=g) < 0.3] = -1
+    if case.decoder.get("mtp") and case.mesh.get("cp"):
+        batch = model.ahead(batch, 1)  # of whole rows
     rows = {name: strategy.batch_layout(tuple(x.shape), x.dtype, mesh, M) for name, x in batch.items()}
     params = tree.init(model.specs(decoder, Mesh()), 7, 0)
     state = step.State(torch.zeros((), dtype=torch.int64), params, OPTIMIZER.init(params))
