@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
+from fmegatron.plan.cuda.devices import Device
+from fmegatron.plan.cuda.kernels import Kernel, added, continued
 from fmegatron.plan.paper import SizedWorld
 from fmegatron.plan.stages import staged
 from fmegatron.plan.torch_private import FakeTensorMode
@@ -52,6 +54,8 @@ class Exact:
     peak on the device above both. held: what is alive there, largest first. graph: lowered and ordered, of which
     `timeline` is. phases: part of the step -> its peak above the arguments. depth: (layers asked for, layers scheduled)
     where the peak was continued from shallower models, else None. seconds: of the processor, that the plan took.
+    device: whose code it is of, and launches what that launches, in which groups of ranks it sends (axes -> ranks);
+    None: the CPU.
     """
 
     mesh: Mesh
@@ -65,6 +69,9 @@ class Exact:
     depth: tuple[int, tuple[int, ...]] | None = None
     seconds: float = 0.0
     host: int = 0
+    device: Device | None = None
+    kernels: tuple[Kernel, ...] = field(default=(), repr=False)
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -78,7 +85,8 @@ class Exact:
 
     def __str__(self) -> str:
         lines = [
-            f"exact: {in_mib(self.peak)} on rank {self.rank} of {self.mesh or 'one rank'}: state "
+            f"exact, for {self.device.name if self.device else 'the CPU'}: {in_mib(self.peak)} on rank {self.rank} of "
+            f"{self.mesh or 'one rank'}: state "
             f"{in_mib(self.state)}, batch {in_mib(self.batch)}, above them {in_mib(self.transient)}"
             f"{in_host(self.host)}"
         ]
@@ -120,6 +128,7 @@ class _How(NamedTuple):
     donate: int | Sequence[int] | None
     patches: Mapping[str, Any] | None
     host_bytes: int
+    device: Device | None = None
 
 
 def exact(
@@ -133,9 +142,10 @@ def exact(
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
     host_bytes: int = passes.Target.host_bytes,
+    device: Device | None = None,
 ) -> Exact:
-    """The memory that `jit(step, donate=..., world=..., overlap=...)` takes on one rank of a mesh, on the CPU; state in
-    host memory (`Layout.memory`) is counted apart.
+    """The memory that `jit(step, donate=..., world=..., overlap=...)` takes on one rank of a mesh, on the CPU or a
+    CUDA device; state in host memory (`Layout.memory`) is counted apart.
 
     Args:
         step: train_step(state, batch) over symbolic axes; or a `step.Description`, alone: `exact(describe(config))`.
@@ -147,10 +157,12 @@ def exact(
         donate: as `jit` is given it.
         patches: as `jit` is given them.
         host_bytes: as `jit` is given them.
+        device: of `plan.cuda.devices`, in a process with the guard and triton (`python -m fmegatron.plan --device`
+            starts one): the peak is that of the code for it, with all that it launches. None: the CPU.
 
     Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
     """
-    how = _How(overlap, donate, patches, host_bytes)
+    how = _How(overlap, donate, patches, host_bytes, device)
     if isinstance(step, Description):
         function, state_specs, batch_layouts = step
     else:
@@ -158,7 +170,7 @@ def exact(
     flat = tree.leaves(_layouts(state_specs))
     if mesh is None and not flat:
         raise ValueError("exact: got no arrays, wanted those of the state; give exact(describe(config))")
-    with _world(flat[0].mesh if mesh is None else mesh, rank) as world:
+    with _world(flat[0].mesh if mesh is None else mesh, rank, device) as world:
         return _exact(world, {}, function, (state_specs, batch_layouts), how)[0]
 
 
@@ -180,6 +192,7 @@ def deep(
     donate: int | Sequence[int] | None = 0,
     patches: Mapping[str, Any] | None = None,
     host_bytes: int = passes.Target.host_bytes,
+    device: Device | None = None,
 ) -> Exact:
     """`exact` of a model of `depth` equal layers, at the cost of two shallow ones: O(1) of depth.
 
@@ -194,7 +207,7 @@ def deep(
     Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
     that nothing can be continued: plan all layers by `exact`.
     """
-    how = _How(overlap, donate, patches, host_bytes)
+    how = _How(overlap, donate, patches, host_bytes, device)
     if few is None:
         for one in _FEW[:-1]:
             with contextlib.suppress(UnevenError):
@@ -223,7 +236,7 @@ def deep(
     known: dict[str, Counted] = {}
     counts, last = [], None
     for n in few:
-        with _world(mesh, rank) as world:  # Inductor treats an operator that it has seen before in another way
+        with _world(mesh, rank, device) as world:  # Inductor treats an operator that it has seen before in another way
             step, *given = models[n]
             last, found = _exact(world, known, step, given, how)
             counts.append(found)
@@ -234,8 +247,17 @@ def deep(
     assert last is not None, "two depths"
     took = time.process_time() - began
     top = max(phases.values())
-    of_layers = (depth, few)
-    return Exact(mesh, rank, states[2], last.batch, top, last.held, last.graph, phases, of_layers, took, on_host)
+    done = continued(shallow.kernels, deeper.kernels, layers, missing)
+    return replace(
+        last,
+        state=states[2],
+        transient=top,
+        phases=phases,
+        depth=(depth, few),
+        seconds=took,
+        host=on_host,
+        kernels=done,
+    )
 
 
 def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: float) -> dict[str, float]:
@@ -291,51 +313,71 @@ def _put_in(shallow: list[int], deeper: list[int], layers: int, allowed: float) 
 
 
 def _exact(
-    world: World, known: dict[str, Counted], step: Callable, given: Sequence[structure.Tree], how: _How
+    world: SizedWorld, known: dict[str, Counted], step: Callable, given: Sequence[structure.Tree], how: _How
 ) -> tuple[Exact, Counted]:
     began = time.process_time()
     layouts = [_layouts(specs) for specs in given]
     for which, given in zip(("state", "batch"), layouts, strict=True):
         checks.require_mesh(given, world.mesh, f"plan: the {which}", "the mesh of the plan")
     with FakeTensorMode():
-        arguments = tuple(tree.map(lambda layout: _local(layout, world.rank), given) for given in layouts)
+        arguments = tuple(tree.map(lambda layout: _local(layout, world), given) for given in layouts)
     patches = tuple(sorted((how.patches or {}).items()))
     target = passes.Target(world, "inductor", patches, schedule.overlap_of(how.overlap), how.host_bytes)
     positions = () if how.donate is None else (how.donate,) if isinstance(how.donate, int) else tuple(how.donate)
     compiled = jitted.Compiled(step, arguments, positions, target)
-    found = _count(compiled.program, known, "step")
+    found = _count(compiled.program, known, "step", how.device, len(tree.leaves(layouts[0])))
     graph = compiled.stages["overlap"].graph
+    groups = {name.removeprefix("fmegatron:"): ranks for name, ranks in world.opened().items()}
     state, batch = (_bytes(given, world.rank) for given in layouts)
     on_host = sum(_bytes(given, world.rank, "host") for given in layouts)
     took = time.process_time() - began
-    plan = Exact(world.mesh, world.rank, state, batch, found.peak, found.held, graph, found.phases, None, took, on_host)
+    plan = Exact(
+        mesh=world.mesh,
+        rank=world.rank,
+        state=state,
+        batch=batch,
+        transient=found.peak,
+        held=found.held,
+        graph=graph,
+        phases=found.phases,
+        seconds=took,
+        host=on_host,
+        device=how.device,
+        kernels=found.kernels,
+        groups=groups,
+    )
     return plan, found
 
 
-def _count(program: passes.Program, known: dict[str, Counted], label: str) -> Counted:
+def _count(
+    program: passes.Program, known: dict[str, Counted], label: str, device: Device | None, state: int = 0
+) -> Counted:
     """The memory of a program, its layers first. known: name of a graph, by its content -> what is counted already."""
     inside = {}
     for bound in nodes.opaque_entries(program.graph_module.graph):
         if bound.name not in known:
-            known[bound.name] = _count_of(bound, known)
+            known[bound.name] = _count_of(bound, known, device)
         inside[bound.op] = known[bound.name]
-    return counted(program.graph_module, program.fakes, dict(program.settings), inside, label)
+    return counted(program.graph_module, program.fakes, dict(program.settings), inside, label, device, state)
 
 
-def _count_of(bound: Any, known: dict[str, Counted]) -> Counted:
+def _count_of(bound: Any, known: dict[str, Counted], device: Device | None) -> Counted:
     """The memory of what an opaque node runs."""
     if isinstance(bound, Streamed):
-        return _streamed(bound)
+        return _streamed(bound, device)
     if isinstance(bound, opaque.Bound):
-        return _count(bound.program, known, bound.label)
-    return staged(bound, lambda part: _count_of(part, known))
+        return _count(bound.program, known, bound.label, device)
+    return staged(bound, lambda part: _count_of(part, known, device))
 
 
-def _streamed(update: Streamed) -> Counted:
+def _streamed(update: Streamed, device: Device | None) -> Counted:
     """The memory on the device of an update of leaves in host memory: of two buckets that were fetched, and of what
     leaves the one that is updated; of those that are updated on the host none."""
-    pieces = {key: counted(code.module, code.fakes, dict(update.how.patches), {}, "piece") for key, code in
-              update.codes.items()}  # fmt: skip
+    pieces = {}
+    for key, code in update.codes.items():
+        here = None if any(x.device.type == "cpu" for x in code.fakes) else device  # an update on the host
+        pieces[key] = counted(code.module, code.fakes, dict(update.how.patches), {}, "piece", here)
+    every = [(piece.part, piece.shape) for bucket in update.table for piece in bucket]
     fetched = [sum(_fetched(update, piece) for piece in bucket) for bucket in update.table]
     peak = 0
     for i, bucket in enumerate(update.table):
@@ -349,7 +391,8 @@ def _streamed(update: Streamed) -> Counted:
             live += sum(out.meta["val"].nbytes for out, stored in zip(outs, at.stored, strict=True) if stored)
         peak = max(peak, live)
     held = Held("buckets", peak, torch.uint8, (peak,), "host", update.label, "step")
-    return Counted(peak, (held,))
+    done = added(one for key in every if key in pieces for one in pieces[key].kernels)
+    return Counted(peak, (held,), kernels=done)
 
 
 def _fetched(update: Streamed, piece: buckets.Piece) -> int:
@@ -358,18 +401,19 @@ def _fetched(update: Streamed, piece: buckets.Piece) -> int:
     return math.prod(piece.shape) * sum(node.meta["val"].element_size() for node in fetched)
 
 
-def _world(mesh: Mesh, rank: int) -> SizedWorld:
+def _world(mesh: Mesh, rank: int, device: Device | None) -> SizedWorld:
     if not 0 <= rank < mesh.size:
         raise ValueError(f"plan: got rank={rank}, wanted one of 0 to {mesh.size - 1} of the mesh {mesh}")
-    return SizedWorld(mesh, rank)
+    return SizedWorld(mesh, rank, "cpu" if device is None else torch.device("cuda", 0))
 
 
 def _layouts(given: structure.Tree) -> structure.Tree:
     return tree.map(lambda leaf: leaf if isinstance(leaf, Layout) else leaf.layout, given)
 
 
-def _local(layout: Layout, rank: int) -> torch.Tensor:
-    return labels.labelled(torch.empty(layout.local_shape(rank), dtype=layout.dtype), layout)
+def _local(layout: Layout, world: World) -> torch.Tensor:
+    device = "cpu" if layout.on_host else world.device
+    return labels.labelled(torch.empty(layout.local_shape(world.rank), dtype=layout.dtype, device=device), layout)
 
 
 def _bytes(given: structure.Tree, rank: int, memory: str = "device") -> int:

@@ -25,6 +25,10 @@ class SizedWorld(planned.PaperWorld):
         self._registered.append(name)
         return name, group
 
+    def opened(self) -> dict[str, int]:
+        """The groups that were asked for, in order -> how many ranks each has."""
+        return {key: group.size() for key, (_, group) in self._groups.items()}
+
     def close(self) -> None:
         """Let torch forget the groups."""
         for name in self._registered:

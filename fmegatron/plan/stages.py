@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.plan.cuda.kernels import Kernel, added
 from fmegatron.plan.torch_private import FakeTensorMode
 from fmegatron.plan.wrapper import Counted, Held, made_by
 from fmegatron.step.graph import nodes
@@ -38,7 +39,8 @@ def staged(bound: Any, count: Callable[[Any], Counted]) -> Counted:
     outs = nodes.items_of(bound.graph_module.graph.output_node().args[0])
     returned = sum(node.meta["val"].nbytes for node in outs)
     held = tuple(sorted(live.held, key=lambda one: -one.nbytes))
-    return Counted(live.peak, held, live.phases, {}, returned, tuple(map(made_by, outs)))
+    results = tuple(map(made_by, outs))
+    return Counted(live.peak, held, live.phases, {}, returned, results, added(live.kernels))
 
 
 class _Live:
@@ -49,6 +51,7 @@ class _Live:
         self.rank: Any = None
         self.beside: Iterable[torch.Tensor] = ()
         self.peak, self.held, self.phases = 0, list[Held](), dict[str, int]()
+        self.kernels: list[Kernel] = []
         self.made: dict[torch.UntypedStorage, tuple[str, str, str]] = {}  # storage -> (part, operator, line)
 
     def before(self, kind: str, beside: list[torch.Tensor]) -> None:
@@ -71,6 +74,7 @@ class _Live:
 
     def see(self, inside: Counted) -> None:
         """What is alive while a part with this memory of its own runs."""
+        self.kernels += inside.kernels
         alive = self._alive()
         total = sum(x.untyped_storage().nbytes() for x in alive.values()) + inside.peak
         self.phases[self.kind] = max(self.phases.get(self.kind, 0), total)

@@ -8,12 +8,14 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch._inductor
 from torch._functorch import config as _functorch_config
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.dependencies import MemoryDep, WeakDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +25,9 @@ from fmegatron.step import torch_private
 
 __all__ = [
     "FakeTensorMode",
+    "Launch",
     "TorchDispatchMode",
+    "Written",
     "bound_wrapper",
     "compiled_kernels",
     "has_cuda_kernel",
@@ -39,27 +43,56 @@ class _Scheduled(BaseException):
     """Inductor has written its wrapper: what would follow compiles and loads it."""
 
 
-def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> tuple[str, dict[str, set]]:
-    """(the Python wrapper that Inductor generates for a flat graph, buffer name -> the fx nodes that it is made of).
+class Launch(NamedTuple):
+    """One launch of a Triton kernel, in the order of the wrapper.
 
-    Traced, lowered, fused and ordered as for a run; no kernel is compiled. The nodes are Inductor's own, which carry
-    "stack_trace" of those that they come from.
+    name: of the kernel. read, written: name of a buffer or an argument -> bytes of it that are read and written, each
+    element once. buffers: that are made, one after the other.
     """
+
+    name: str
+    read: dict[str, int]
+    written: dict[str, int]
+    buffers: tuple[str, ...]
+
+
+class Written(NamedTuple):
+    """What Inductor writes for a graph.
+
+    wrapper: Python. buffers: name of one -> the fx nodes that it is made of, which are Inductor's own and carry
+    "stack_trace" of those that they come from. launches: of Triton kernels, none on a CPU.
+    """
+
+    wrapper: str
+    buffers: dict[str, set]
+    launches: list[Launch]
+
+
+def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> Written:
+    """What Inductor generates for a flat graph: traced, lowered, fused and ordered as for a run; nothing is compiled."""
     torch_private.lower_own(graph_module)
-    found: list[tuple[str, dict[str, set]]] = []
+    found: list[Written] = []
+    launches: list[Launch] = []
 
     def written(code: str) -> None:
         graph = V.graph
         buffers = {name: set(getattr(buffer, "origins", ())) for name, buffer in graph.name_to_buffer.items()}
-        found.append((code, buffers))
+        found.append(Written(code, buffers, launches))
         raise _Scheduled
+
+    launch = TritonKernel.call_kernel
+
+    def noted(kernel: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        launches.append(_launch_of(kernel, name))
+        return launch(kernel, name, *args, **kwargs)
 
     # Not force_disable_caches: each compile would make a folder, and leave it when it is ended here.
     apart = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     options = {"config_patches": {**patches, **apart}}
     hook = mock.patch.object(GraphLowering, "save_output_code", staticmethod(written))
+    noting = mock.patch.object(TritonKernel, "call_kernel", noted)
     uncached = _functorch_config.patch(enable_autograd_cache=False)
-    with hook, uncached, torch.no_grad():
+    with hook, noting, uncached, torch.no_grad():
         try:
             torch._inductor.standalone_compile(
                 graph_module, fakes, dynamic_shapes="from_example_inputs", options=options
@@ -74,29 +107,75 @@ def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> 
     return found[0]
 
 
+def _launch_of(kernel: Any, name: str) -> Launch:
+    """What a kernel that is about to be launched moves: of each buffer the elements that its indices name, once."""
+    nodes = kernel.features.scheduler_nodes()
+    made = tuple(name for node in nodes for name in node.get_buffer_names())
+    inner = {*V.graph.removed_buffers, *kernel.removed_buffers}
+    moved: list[dict[str, dict[Any, int]]] = [{}, {}]
+    for node in nodes:
+        for of, dependencies in zip(moved, (node.read_writes.reads, node.read_writes.writes), strict=True):
+            for one in dependencies:
+                if one.name in inner or (of is moved[0] and one.name in made) or isinstance(one, WeakDep):
+                    continue  # inside of the kernel, or an order alone
+                by_index = isinstance(one, MemoryDep)
+                key, count = (one.index, _elements(one)) if by_index else ("all", int(V.graph.get_numel(one.name)))
+                of.setdefault(one.name, {})[key] = count
+
+    def nbytes(of: dict[str, dict[Any, int]]) -> dict[str, int]:
+        most = {name: int(V.graph.get_numel(name)) for name in of}
+        return {
+            name: min(sum(indices.values()), most[name]) * V.graph.get_dtype(name).itemsize
+            for name, indices in of.items()
+        }
+
+    return Launch(name, nbytes(moved[0]), nbytes(moved[1]), made)
+
+
+def _elements(access: Any) -> int:
+    """How many elements an access of a loop names: the product of the ranges that its index depends on; of an index
+    that is read from memory, of all ranges."""
+    known = dict(zip(access.var_names, access.size, strict=True))
+    within = set(known) if access.is_indirect() else access.index.free_symbols
+    total = 1
+    for symbol, size in known.items():
+        total *= int(size) if symbol in within else 1
+    return total
+
+
 class _Kernel:
-    """Stands for a compiled kernel, and for its methods: does nothing."""
+    """Stands for a compiled kernel, and for its methods: does nothing, and says that it was launched."""
+
+    def __init__(self, name: str, launched: Callable[[str], None]):
+        self._name, self._launched = name, launched
 
     def __getattr__(self, name: str) -> Callable:
-        return _nothing
+        return self if name == "run" else _nothing
 
     def __call__(self, *args, **kwargs) -> None:
-        return None
+        self._launched(self._name)
 
 
 class _Compiler:
     """Stands for Inductor's compiler of kernels: each of its methods gives a kernel that does nothing."""
 
+    def __init__(self, launched: Callable[[str], None]):
+        self._launched = launched
+
     def __getattr__(self, name: str) -> Callable:
-        return lambda *args, **kwargs: _Kernel()
+        return lambda *args, **kwargs: _Kernel(str(args[0]) if args else name, self._launched)
 
 
 class _Extern:
     """Stands for kernels of libraries, which write into `out`; what they take meanwhile is made and dropped."""
 
+    def __init__(self, called: Callable[..., None]):
+        self._called = called
+
     def __getattr__(self, name: str) -> Callable:
         def kernel(*args, out=None, **kwargs):
-            if out is not None and out.dtype in _HALF and _sums_apart(*args[-2:]):
+            self._called(name, args, out)
+            if out is not None and out.is_cpu and out.dtype in _HALF and _sums_apart(*args[-2:]):
                 torch.empty(out.numel(), dtype=torch.float32)
             return out
 
@@ -121,27 +200,43 @@ def _empty(size, stride, dtype) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype)
 
 
+def _empty_on_cuda(size, stride, dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 def _seen_as(x: torch.Tensor, size, stride, offset: int = 0) -> torch.Tensor:
     return torch.as_strided(x, size, stride, x.storage_offset() + offset)
 
 
-def bound_wrapper(source: str, file: str) -> Callable[[list], Any]:
+def bound_wrapper(
+    source: str,
+    file: str,
+    launched: Callable[[str], None] = _nothing,
+    called: Callable[..., None] = _nothing,
+) -> Callable[[list], Any]:
     """The function `call(arguments)` of a wrapper, with nothing behind its kernels: for fake tensors.
 
-    file: the name of its code, by which its frames are known.
+    file: the name of its code, by which its frames are known. launched: is given the name of each kernel of its own
+    that runs, called: the name, the arguments and `out` of each kernel of a library.
     """
     maker = "async_compile = AsyncCompile()"
     assert maker in source, "the wrapper makes its kernels with AsyncCompile"
-    names: dict[str, Any] = {"__name__": file, "planned_compiler": _Compiler()}
+    names: dict[str, Any] = {"__name__": file, "planned_compiler": _Compiler(launched)}
     code: CodeType = compile(source.replace(maker, "async_compile = planned_compiler"), file, "exec")
     exec(code, names)
     names |= {
         "empty_strided_cpu": _empty,
         "empty_strided_cpu_pinned": _empty,
+        "empty_strided_cuda": _empty_on_cuda,
+        "copy_if_misaligned": _itself,
         "assert_size_stride": _nothing,
         "assert_alignment": _nothing,
         "reinterpret_tensor": _seen_as,
-        "extern_kernels": _Extern(),
+        "extern_kernels": _Extern(called),
     }
     return names["call"]
 
@@ -203,6 +298,7 @@ def pretended(properties: Any, shared: int) -> Iterator[None]:
         "device": _NoGuard,
         "_DeviceGuard": _NoGuard,
         "synchronize": lambda *_: None,
+        "set_device": lambda *_: None,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
         "is_initialized": lambda: True,

@@ -8,22 +8,30 @@ scratch memory inside of libraries (a matrix product's packed panels, gloo's seg
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from fmegatron.plan.torch_private import FakeTensorMode, TorchDispatchMode, bound_wrapper, schedule
+from fmegatron.collectives.torch_private import schema_of
+from fmegatron.plan.cuda import codegen, kernels
+from fmegatron.plan.cuda.devices import Device
+from fmegatron.plan.cuda.kernels import Kernel
+from fmegatron.plan.torch_private import FakeTensorMode, TorchDispatchMode, Written, bound_wrapper, schedule
 from fmegatron.step import lower, torch_private
 from fmegatron.step.graph import nodes
 
 __all__ = ["Counted", "Held", "counted", "made_by"]
+
+_GRAIN = 512  # bytes to which CUDA's allocator rounds up (torch: kMinBlockSize)
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,8 @@ class Counted:
     peak: bytes. held: what is alive there, largest first, with what is alive inside of the opaque node that runs.
     phases: name of a part of the graph -> its peak; parts lie between the first and last calls of layers, see
     `_Phases`. calls: "forward", "backward" -> what is alive at each call of a layer there, named as parts are.
-    returned: bytes of its results. results: of each the operator that makes it, and its line.
+    returned: bytes of its results. results: of each the operator that makes it, and its line. kernels: what a call of
+    it launches, with what it calls; counted for a CUDA device.
     """
 
     peak: int
@@ -63,10 +72,17 @@ class Counted:
     calls: dict[str, tuple[int, ...]] = field(default_factory=dict)
     returned: int = 0
     results: tuple[tuple[str, str], ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
 
 def counted(
-    module: fx.GraphModule, fakes: list, patches: Mapping[str, Any], inside: Mapping[Any, Counted], label: str
+    module: fx.GraphModule,
+    fakes: list,
+    patches: Mapping[str, Any],
+    inside: Mapping[Any, Counted],
+    label: str,
+    device: Device | None = None,
+    state: int = 0,
 ) -> Counted:
     """Schedule a lowered graph with Inductor and count the memory of its wrapper.
 
@@ -76,25 +92,29 @@ def counted(
         patches: Inductor's settings for it.
         inside: operator of an opaque node -> the memory of one call of it, above its arguments.
         label: what the graph is, for the names of frames.
+        device: of which it is the code; None: of the CPU.
+        state: how many of its first arguments are the step's state.
     """
     module = lower.copy_module(module)
     for node in module.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")  # what torch keeps when it traces the graph again
-    source, origins = schedule(module, fakes, dict(patches))
-    file = f"<planned {label}>"
-    call = bound_wrapper(source, file)
-    first = _run(call, fakes, source, file, inside, None)
-    again = _run(call, fakes, source, file, inside, first.peak_at)
-    assignments = _assignments(source)
+    with contextlib.nullcontext() if device is None else codegen.there(device):
+        written = schedule(module, fakes, dict(patches) if device is None else codegen.settings(patches))
+        run = functools.partial(_run, written, fakes, f"<planned {label}>", inside, device, frozenset(range(state)))
+        first = run(None)
+        again = run(first.peak_at)
+    assignments = _assignments(written.wrapper)
     held = []
     for name, tensor in again.names.items():
-        op, at = _origin(assignments.get(name, name), origins, inside)
-        held.append(Held(name, tensor.untyped_storage().nbytes(), tensor.dtype, tuple(tensor.shape), at, op, label))
-    if again.running is not None:
+        op, at = _origin(assignments.get(name, name), written.buffers, inside)
+        nbytes = again.sizes[tensor.untyped_storage()]
+        held.append(Held(name, nbytes, tensor.dtype, tuple(tensor.shape), at, op, label))
+    if again.running is not None and again.running in inside:
         held += inside[again.running].held
     held.sort(key=lambda one: -one.nbytes)
     results = tuple(made_by(node) for node in nodes.items_of(module.graph.output_node().args[0]))
-    return Counted(first.peak, tuple(held), first.phases.found, first.phases.calls, first.returned, results)
+    phases, done = first.phases, kernels.added(first.kernels)
+    return Counted(first.peak, tuple(held), phases.found, phases.calls, first.returned, results, done)
 
 
 def made_by(node: fx.Node) -> tuple[str, str]:
@@ -134,17 +154,25 @@ def _origin(name: str, origins: Mapping[str, set], inside: Mapping[Any, Counted]
 
 # ---- running it ------------------------------------------------------------------------------------------------------
 def _run(
-    call: Callable, fakes: list, source: str, file: str, inside: Mapping[Any, Counted], look_at: int | None
+    written: Written,
+    fakes: list,
+    file: str,
+    inside: Mapping[Any, Counted],
+    device: Device | None,
+    state: frozenset[int],
+    look_at: int | None,
 ) -> _Counting:
     """Run a wrapper on tensors like the fakes. look_at: the event at which the names of what is alive are read."""
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None) or FakeTensorMode()
     with mode:
-        arguments = [torch.empty_strided(f.shape, f.stride(), dtype=f.dtype) for f in fakes]
-        counting = _Counting(arguments, source.splitlines(), file, inside, look_at)
+        arguments = [torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device=f.device) for f in fakes]
+        counting = _Counting(arguments, written, file, inside, look_at)
+        counting.device, counting.state = device, frozenset(f"arg{i}_1" for i in state)
+        call = bound_wrapper(written.wrapper, file, counting.launched, counting.called)
         with counting:
             results = call(list(arguments))
     mine = {r.untyped_storage() for r in results if isinstance(r, torch.Tensor)}
-    counting.returned = sum(s.nbytes() for s in mine if counting.sizes.get(s))
+    counting.returned = sum(counting.sizes[s] for s in mine if counting.sizes.get(s))
     return counting
 
 
@@ -207,35 +235,75 @@ class _Counting(TorchDispatchMode):
     """Sum of the live storages that are made under it; an opaque node adds its own peak while it runs."""
 
     def __init__(
-        self, arguments: list, lines: list[str], file: str, inside: Mapping[Any, Counted], look_at: int | None
+        self, arguments: list, written: Written, file: str, inside: Mapping[Any, Counted], look_at: int | None
     ):
         super().__init__()
         self.live = self.peak = self.events = self.peak_at = self.returned = 0
         self.sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         for t in arguments:
             self.sizes[t.untyped_storage()] = 0  # views of arguments are no memory
-        self.lines, self.file, self.inside, self.look_at = lines, file, inside, look_at
+        self.written, self.lines, self.launches = written, written.wrapper.splitlines(), iter(written.launches)
+        self.file, self.inside, self.look_at = file, inside, look_at
         self.names: dict[str, torch.Tensor] = {}
         self.running: Any = None
         self.phases = _Phases(inside)
+        self.device: Device | None = None
+        self.state: frozenset[str] = frozenset()
+        self.kernels: list[Kernel] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch_private.opname(func) == "wait_tensor":  # its fake form makes a new tensor, the real one waits
             return args[0]
-        more = self.inside[func].peak if func in self.inside else _scratch(func, args)
+        known = self.inside.get(func)
+        more = known.peak if known is not None else _scratch(func, args, self.device)
         name = str(func)
         kind = "F" if "_fwd_" in name else "B" if "_bwd_" in name else ""
-        if func in self.inside or more:
-            self._event(kind, self.live + more, func if func in self.inside else None)
+        if known is not None or more:
+            self._event(kind, self.live + more, func if known is not None else None)
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (list, tuple)) else [out]:
             if isinstance(t, torch.Tensor) and t.untyped_storage() not in self.sizes:
                 self._made(t)
+        if known is not None:
+            self.kernels += known.kernels
+        elif self.device is not None and not _only_looks(func):
+            self.called(f"{func.namespace}::{torch_private.opname(func)}", [*args, *(kwargs or {}).values()], out, func)
         return out
+
+    def launched(self, name: str) -> None:
+        """A Triton kernel runs."""
+        if self.device is None:
+            return
+        launch = next(self.launches, None)
+        if launch is None or launch.name != name:
+            raise ValueError(
+                f"plan: got the launch of {name} in {self.file}, wanted {launch and launch.name}, the next that Inductor "
+                "has noted; plan without --device"
+            )
+        made = [_origin(buffer, self.written.buffers, self.inside) for buffer in launch.buffers]
+        origin = next((one for one in reversed(made) if one != ("?", "?")), ("?", "?"))
+        self.kernels.append(kernels.launched(self._label, self.device, launch, origin, self.state))
+
+    def called(self, name: str, arguments: Sequence[Any], results: Any, op: Any = None) -> None:
+        """A kernel of a library runs."""
+        if self.device is None:
+            return
+        line = self.lines[self._frame().f_lineno - 1]
+        made = re.search(r"\bout=(\w+)", line)
+        _, at = _origin(made[1] if made else line.partition("=")[0].strip(), self.written.buffers, self.inside)
+        op = getattr(torch.ops.aten, name, None) if op is None else op
+        found = kernels.called(self._label, self.device, op, name, arguments, results, at)
+        self.kernels += [] if found is None else [found]
+
+    @property
+    def _label(self) -> str:
+        return self.file.removeprefix("<planned ").removesuffix(">")
 
     def _made(self, t: torch.Tensor) -> None:
         storage = t.untyped_storage()
         size = storage.nbytes()
+        if self.device is not None:
+            size = -(-size // _GRAIN) * _GRAIN if t.is_cuda else 0  # what is in host memory is counted apart
         self.sizes[storage] = size
         self.live += size
         weakref.finalize(storage, self._gone, size)
@@ -252,12 +320,17 @@ class _Counting(TorchDispatchMode):
         if self.look_at == self.events:
             self.names, self.running = self._alive(new), op
 
-    def _alive(self, new: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Names in the wrapper's frame -> tensors, one for each storage that counts. new: has no name yet."""
+    def _frame(self) -> Any:
+        """The wrapper's frame."""
         frame: Any = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename != self.file:
             frame = frame.f_back
         assert frame is not None, "the wrapper is running"
+        return frame
+
+    def _alive(self, new: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Names in the wrapper's frame -> tensors, one for each storage that counts. new: has no name yet."""
+        frame = self._frame()
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         for name, value in frame.f_locals.items():
             for item in value if isinstance(value, (list, tuple)) else [value]:
@@ -269,10 +342,17 @@ class _Counting(TorchDispatchMode):
         return {name: t for name, t in found.values()}
 
 
-def _scratch(func: Any, args: tuple) -> int:
-    """Bytes that an operator of ours takes while it runs, besides its results."""
+def _only_looks(func: Any) -> bool:
+    """Whether an operator launches nothing: it makes memory, or sees memory in another way."""
+    returns = schema_of(func).returns
+    looks = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return looks or torch_private.opname(func) in ("empty", "empty_strided", "_reshape_alias")
+
+
+def _scratch(func: Any, args: tuple, device: Device | None) -> int:
+    """Bytes that an operator takes while it runs, besides its results."""
     if getattr(func, "namespace", "") == "fmegatron_real" and re.fullmatch(
         "ppermute|all_to_all_rows", torch_private.opname(func)
     ):
         return args[0].numel() * args[0].element_size()  # a copy of what is sent
-    return 0
+    return 0 if device is None else kernels.scratch(func, args)

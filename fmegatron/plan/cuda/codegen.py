@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 from fmegatron.plan.cuda.devices import Device
 from fmegatron.plan.cuda.lowered import Graph
 from fmegatron.plan.torch_private import pretended, schedule
 
-__all__ = ["Code", "written"]
+__all__ = ["Code", "settings", "there", "written"]
 
 # It would fold constants and time kernels on real tensors of the device, or start processes.
 _APART = MappingProxyType(
@@ -39,6 +41,17 @@ def written(graph: Graph, device: Device) -> Code:
 
     Raises what Inductor raises where it cannot.
     """
+    with there(device):
+        return read(schedule(graph.module, graph.fakes, settings(graph.settings)).wrapper)
+
+
+def settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Inductor's settings for code of a device that is not there."""
+    return {**given, **_APART}
+
+
+def there(device: Device) -> contextlib.AbstractContextManager[None]:
+    """Context in which Inductor writes code for a device."""
     properties = SimpleNamespace(
         name=device.name,
         type="cuda",
@@ -59,9 +72,7 @@ def written(graph: Graph, device: Device) -> Code:
         is_integrated=0,
         is_multi_gpu_board=0,
     )
-    with pretended(properties, device.shared_optin):
-        wrapper, _ = schedule(graph.module, graph.fakes, {**graph.settings, **_APART})
-    return read(wrapper)
+    return pretended(properties, device.shared_optin)
 
 
 def read(wrapper: str) -> Code:
