@@ -1,6 +1,7 @@
 """`python -m fmegatron.plan EXPERIMENT --mesh dp=2,fsdp=2`: memory, traffic, work and time of a step before launch.
 
-The experiment is a file as `python -m fmegatron.check` takes it. No process group, no device, no memory is used.
+The experiment is a file as `python -m fmegatron.check` takes it. No process group, no device, no memory is used; with
+--device h100 the plan is of the code that Inductor writes for that GPU, in a process of its own (`plan.cuda`).
 Exit status: 0 planned, and it fits where --memory says into what; 1 it does not fit; 2 wrong use, or it could not be
 done; 3 whether it fits is not known, since not all of the memory was counted.
 """
@@ -21,10 +22,12 @@ from fmegatron.loop.experiment import load_experiment
 from fmegatron.loop.flags import parse
 from fmegatron.loop.options import options_of
 from fmegatron.plan import deep, exact, meshes_of, quick, search
+from fmegatron.plan.cuda import apart, guard, sheet
+from fmegatron.plan.cuda.devices import DEVICES, Device
 from fmegatron.plan.from_formulas import Quick
 from fmegatron.plan.from_trace import Exact, UnevenError, in_mib
 from fmegatron.plan.rates import measured_rates, measured_write
-from fmegatron.step import Description, description
+from fmegatron.step import Description, State, description
 from fmegatron.step.timelines import planned
 from fmegatron.tree import ArraySpec
 
@@ -35,9 +38,13 @@ _DEEP = 16  # layers from which on a plan is continued from shallower models
 _FEW = (8, 4, 10, 14)  # layers of these, of which one has to be possible
 
 
-def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None) -> int:
-    """Plan one experiment; returns the exit status. argv: without the program's name; out, err: the standard ones."""
+def main(
+    argv: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None, *, there: bool = False
+) -> int:
+    """Plan one experiment; returns the exit status. argv: without the program's name; out, err: the standard ones.
+    there: whether this process can plan for --device (`plan.cuda.__main__`); else it starts one that can."""
     output, errors = out or sys.stdout, err or sys.stderr
+    argv = sys.argv[1:] if argv is None else argv
     try:
         options, flags = parser().parse_known_args(argv)
     except SystemExit as stop:  # --help, or wrong use, of which argparse has told
@@ -45,14 +52,31 @@ def main(argv: Sequence[str] | None = None, out: TextIO | None = None, err: Text
     try:
         if (options.mesh is None) == (options.search is None):
             raise ValueError("got neither --mesh nor --search, or both, wanted one; give --mesh dp=2, or --search 8")
+        device = None if options.device is None else _device(options)
+        if device is not None and not there:
+            return apart.run(["-m", "fmegatron.plan.cuda", *argv], device, output, errors)
         experiment = load_experiment(options.experiment)
         rates = measured_rates() if options.measure else planned.Rates()
+        if device is not None:
+            rates = dataclasses.replace(rates, flops=device.flops, memory=device.bandwidth, network=device.links)
         if options.search is not None:
             return _searched(experiment, options, flags, rates, output)
         return _planned(experiment, options, flags, rates, output)
-    except (ValueError, OSError, SyntaxError, ImportError) as error:
+    except (ValueError, OSError, SyntaxError, ImportError, guard.NoCompilerError, guard.NoTritonError) as error:
         print(f"plan: {options.experiment}: {error}", file=errors)
         return 2
+
+
+def _device(options: argparse.Namespace) -> Device:
+    """The device that is planned for."""
+    if options.device not in DEVICES:
+        raise ValueError(f"--device: got {options.device!r}, wanted one of {', '.join(DEVICES)}")
+    if options.quick or options.search is not None or options.measure:
+        raise ValueError(
+            f"--device {options.device}: got --quick, --search or --measure beside it, wanted none of them; formulas "
+            "know no device: give --memory 80, or leave them out"
+        )
+    return DEVICES[options.device]
 
 
 def _config(experiment: Loaded, options: argparse.Namespace, flags: list[str], mesh: str) -> Any:
@@ -72,7 +96,7 @@ def _planned(
         print(f"quick: {error}", file=out)
     if by_formula is not None:
         print(by_formula, file=out)
-        _print_seconds(by_formula, rates, options.measure, out)
+        _print_seconds(by_formula, rates, options, out)
     peak = None if by_formula is None else by_formula.peak
     unknown = ("all of it, for the reason above",) if by_formula is None else by_formula.unknown_memory
     on_host = 0 if by_formula is None else by_formula.host
@@ -82,12 +106,26 @@ def _planned(
         if options.timeline:
             print(counted.timeline(rates), file=out)
         peak, unknown, on_host = counted.peak, (), counted.host
+        if counted.device is not None:
+            print(sheet.summary(counted, 0.0 if by_formula is None else by_formula.model_flops), file=out)
+            if options.passes:
+                print(sheet.passes(counted, _gradients(described, counted.rank)), file=out)
+            peak += sheet.outside(counted).total
+            if options.memory is None:
+                options.memory = counted.device.memory / 2**30
     found = [0]
     if options.host_memory is not None:
         found.append(_verdict(on_host, (), round(options.host_memory * 2**30), out, "host memory: "))
     if options.memory is not None:
         found.append(_verdict(peak or 0, unknown, round(options.memory * 2**30), out))
     return 1 if 1 in found else max(found)
+
+
+def _gradients(described: Description, rank: int) -> int:
+    """Bytes of a rank's gradients, in the dtypes of the parameters; 0: not known."""
+    if not isinstance(described.state, State):
+        return 0
+    return sum(x.local_nbytes(rank) for x in tree.leaves(tree.layouts(described.state.params)))
 
 
 def _verdict(peak: int, unknown: Sequence[str], limit: int, out: TextIO, of: str = "") -> int:
@@ -125,10 +163,12 @@ def _counted(
                     f"{type(config).__name__} that changes their number, wanted one, so that few layers can be counted"
                 )
             build = functools.partial(_with_depth, experiment[1], config, field)
-            return deep(build, _fields(config)[field], config.mesh, rank=options.rank, overlap=overlap)
+            how = {"rank": options.rank, "overlap": overlap, "device": DEVICES.get(options.device)}
+            return deep(build, _fields(config)[field], config.mesh, **how)
         except UnevenError as error:
             print(f"exact: all layers are counted, one by one: {error}", file=out)
-    return exact(described, mesh=config.mesh, rank=options.rank, overlap=overlap)
+    device = DEVICES.get(options.device)
+    return exact(described, mesh=config.mesh, rank=options.rank, overlap=overlap, device=device)
 
 
 def _depths(described: Description) -> set[int]:
@@ -160,8 +200,11 @@ def _field_of_depth(describe: Callable[[Any], Description], config: Any, depths:
     return None
 
 
-def _print_seconds(plan: Quick, rates: planned.Rates, measured: bool, out: TextIO) -> None:
+def _print_seconds(plan: Quick, rates: planned.Rates, options: argparse.Namespace, out: TextIO) -> None:
+    measured = options.measure
     of = "measured here (of the network: assumed)" if measured else "assumed (an H100; --measure measures this machine)"
+    if options.device is not None:
+        of = f"of the data sheet of {DEVICES[options.device].name}"
     seconds = plan.step_seconds(rates)
     print(
         f"  step       {seconds['total']:.4g} s at rates {of}: {rates.flops:.3g} FLOP/s, {rates.memory:.3g} B/s of "
@@ -215,6 +258,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host-memory", type=float, metavar="GIB", help="of the host, for each rank: does it fit?")
     p.add_argument("--all-layers", action="store_true", help=f"count every layer of models of {_DEEP} or more, too")
     p.add_argument("--timeline", action="store_true", help="print what is computed and sent when, as planned")
+    p.add_argument("--device", metavar="NAME", help=f"plan the code of a GPU that is not here: {', '.join(DEVICES)}")
+    p.add_argument("--passes", action="store_true", help="with --device: every kernel and product, and its time")
     p.add_argument("--measure", action="store_true", help="measure this machine's rates instead of assuming an H100's")
     p.add_argument("--search", type=int, metavar="DEVICES", help="rank all meshes of so many devices")
     p.add_argument(

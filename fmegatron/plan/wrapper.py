@@ -145,6 +145,7 @@ def _origin(name: str, origins: Mapping[str, set], inside: Mapping[Any, Counted]
         for node in found:
             if node.target in inside:
                 return inside[node.target].results[int(item)]
+    found = [node for node in found if node.target not in inside] or found  # not what reads it
     if not found:
         return "?", "?"
     position = {n: i for i, n in enumerate(found[0].graph.nodes)}

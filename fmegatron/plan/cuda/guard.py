@@ -6,6 +6,7 @@ It is loaded before torch into a process of its own (`environment`), so that not
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from fmegatron.files import whole
 from fmegatron.plan.cuda.devices import Device
 
-__all__ = ["NoCompilerError", "build", "environment"]
+__all__ = ["NoCompilerError", "NoTritonError", "build", "environment", "require_tools"]
 
 _FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC")
 
@@ -26,17 +27,41 @@ class NoCompilerError(RuntimeError):
     """There is no g++ that could build the guard."""
 
 
+class NoTritonError(RuntimeError):
+    """There is no triton, or torch is no build for CPUs."""
+
+
+def require_tools() -> None:
+    """NoCompilerError or NoTritonError, with what to install, where code of a CUDA device cannot be planned here."""
+    if torch.version.cuda is not None:
+        raise NoTritonError(
+            f"plan: got torch {torch.__version__}, wanted a build for CPUs: what stands for a device that is not there "
+            "has been tried with those alone; plan in an environment with torch from https://download.pytorch.org/whl/cpu"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise NoTritonError(
+            "plan: got no triton, in which Inductor writes code for CUDA, wanted the release that this torch is built "
+            "for (700 MB); pip install 'fmegatron[cuda-check]', or plan for the CPU, without --device"
+        )
+    _compiler()
+
+
+def _compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("g++")
+    if found is None:
+        raise NoCompilerError(
+            "plan: no g++ on the PATH: CUDA code is planned with a library that it builds; install it"
+        )
+    return found
+
+
 def build(folder: str | os.PathLike | None = None) -> Path:
     """The library's file for the torch that is installed; it is built (10 s) where the folder does not have it yet.
 
     folder: of what is built, by the digest of its source, torch's version and the flags; None: "fmegatron" in the
     user's folder of caches. Raises NoCompilerError without g++, and RuntimeError with what g++ wrote where it fails.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        raise NoCompilerError(
-            "plan: no g++ on the PATH: CUDA code is planned with a library that it builds; install it"
-        )
+    compiler = _compiler()
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     source = Path(__file__).with_name("guard.cpp")
     folder = Path(caches, "fmegatron") if folder is None else Path(folder)

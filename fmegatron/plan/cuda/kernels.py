@@ -26,6 +26,7 @@ _FREE = frozenset({"wait_tensor"})
 _COPIES = frozenset({"pack", "unpack"})  # of what is sent, in memory
 _ATTENTION = re.compile(r"attention")
 _BY_ROWS = re.compile(r"_(flash|efficient)_attention")  # whose arrays are [B, S, H, K]
+_PAPER = re.compile(r"[#.]paper\d*$")  # behind the names of groups of a world on paper
 _BACKWARD = re.compile(r"_scaled_dot_product_(cudnn|flash)_attention_backward")
 
 
@@ -97,12 +98,14 @@ def called(
     """
     given, made = list(_tensors(arguments)), list(_tensors(results))
     short = name.rpartition(".")[2] if "::" not in name else name.rpartition("::")[2]
-    if short in _FREE or not (given or made):
+    if short in _FREE or not made:
         return None
     nbytes = sum(x.numel() * x.element_size() for x in [*given, *made])
     if getattr(op, "namespace", "") in _SENDS and short not in _COPIES:
-        sent = _sent(short, arguments, given, made)
-        return Kernel(graph, "collective", short, at, 1.0, nbytes, sent=sent, seconds=sent / device.links)
+        group = [x for x in arguments if isinstance(x, str)][-1]
+        sent = _sent(short, group_named(group), given, made)
+        name = f"{short} over {_PAPER.sub('', group.removeprefix('fmegatron:'))}"
+        return Kernel(graph, "collective", name, at, nbytes=nbytes, sent=sent, seconds=sent / device.links)
     flops = _flops(op, arguments, results)
     if _ATTENTION.search(short):
         kind, sizes = "attention", ""
@@ -110,7 +113,7 @@ def called(
         kind, sizes = "product", " " + " @ ".join("x".join(map(str, x.shape)) for x in given[-2:])
     else:
         kind, sizes = "operator", ""
-    rate = device.rate(given[-1].dtype) if given else device.flops
+    rate = device.rate(next((x.dtype for x in given if x.is_floating_point()), torch.float32))
     seconds = max(nbytes / device.bandwidth, flops / rate)
     return Kernel(graph, kind, short.strip("_") + sizes, at, 1.0, nbytes, flops, seconds=seconds)
 
@@ -155,9 +158,9 @@ def _flops(op: Any, arguments: Sequence[Any], results: Any) -> float:
     return total
 
 
-def _sent(name: str, arguments: Sequence[Any], given: list[torch.Tensor], made: list[torch.Tensor]) -> float:
+def _sent(name: str, group: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> float:
     """Bytes that a rank sends at least: a ring's share of the whole array, twice for a sum that all have."""
-    n = group_named([x for x in arguments if isinstance(x, str)][-1]).size()
+    n = group.size()
     one, other = (sum(x.numel() * x.element_size() for x in xs) for xs in (given, made))
     if name == "ppermute":
         return float(one)
