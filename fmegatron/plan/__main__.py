@@ -52,6 +52,8 @@ def main(
     try:
         if (options.mesh is None) == (options.search is None):
             raise ValueError("got neither --mesh nor --search, or both, wanted one; give --mesh dp=2, or --search 8")
+        if options.passes and options.device is None:
+            raise ValueError("--passes: got no --device, wanted the GPU whose kernels are listed; give --device h100")
         device = None if options.device is None else _device(options)
         if device is not None and not there:
             return apart.run(["-m", "fmegatron.plan.cuda", *argv], device, output, errors)

@@ -268,7 +268,7 @@ class _Counting(TorchDispatchMode):
         if known is not None:
             self.kernels += known.kernels
         elif self.device is not None and not _only_looks(func):
-            self.called(f"{func.namespace}::{torch_private.opname(func)}", [*args, *(kwargs or {}).values()], out, func)
+            self.called(torch_private.opname(func), [*args, *(kwargs or {}).values()], out, func)
         return out
 
     def launched(self, name: str) -> None:

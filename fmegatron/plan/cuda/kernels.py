@@ -90,14 +90,14 @@ def launched(graph: str, device: Device, launch: Any, origin: tuple[str, str], i
 
 
 def called(
-    graph: str, device: Device, op: Any, name: str, arguments: Sequence[Any], results: Any, at: str
+    graph: str, device: Device, op: Any, short: str, arguments: Sequence[Any], results: Any, at: str
 ) -> Kernel | None:
     """A call of an operator, or of a kernel of a library; None for one that moves nothing.
 
-    op: the operator, of which torch may know how many FLOP it takes; None: unknown. results: a tensor or several.
+    op: the operator, of which torch may know how many FLOP it takes; None: unknown. short: its name. results: a tensor
+    or several.
     """
     given, made = list(_tensors(arguments)), list(_tensors(results))
-    short = name.rpartition(".")[2] if "::" not in name else name.rpartition("::")[2]
     if short in _FREE or not made:
         return None
     nbytes = sum(x.numel() * x.element_size() for x in [*given, *made])

@@ -1,0 +1,53 @@
+"""`plan --device h100` of whole steps, in a process that believes in an H100: counts as they were, work by formula."""
+
+import io
+import json
+import shutil
+
+import pytest
+
+from fmegatron.plan.cuda import apart
+from fmegatron.plan.cuda.devices import DEVICES
+from tests.cuda import check, cover
+from tests.house import ROOT
+
+GOLDEN = ROOT / "tests" / "golden" / "cuda" / "plan.json"
+TOKENS = 2 * cover.SEQ  # of the dense case
+RING = next(str(i) for i, case in enumerate(cover.CASES) if case["axes"] == "dp fsdp" and case["memory"] == "device")
+
+
+def planned(*names):
+    """What `tests.cuda.planned` says of these cases."""
+    pytest.importorskip("triton", reason="make check-cuda installs it (700 MB)")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++, with which the guard is built")
+    out, err = io.StringIO(), io.StringIO()
+    status = apart.run(["-m", "tests.cuda.planned", *names], DEVICES["h100"], out, err)
+    assert status == 0, err.getvalue()[-3000:]
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_dense_step():
+    """Launches are those of check-cuda's golden counts; FLOP of products are the formula's to the last, those of
+    attention 7/6 of it, as flash computes scores once more; its memory and bytes are as they were."""
+    (found,) = planned("dense")
+    code, kinds = check.golden()[found["what"]], found["kinds"]
+    calls = {"block_fwd": 2, "block_bwd": 2, "step": 1}
+    assert kinds["kernel"]["calls"] == sum(n * code[label]["launches"] for label, n in calls.items())
+    assert kinds["product"]["calls"] == sum(n * code[label]["calls"]["extern_kernels.mm"] for label, n in calls.items())
+    formula = found["formula"]
+    assert kinds["product"]["flops"] == TOKENS * (formula["matmul"] + formula["head"])
+    assert kinds["attention"]["flops"] == pytest.approx(TOKENS * formula["attention"] * 7 / 6, rel=1e-9)
+    assert set(kinds) == {"kernel", "product", "attention"} and found["groups"] == {}
+    assert found["text"].startswith("planned for NVIDIA H100 80GB HBM3 (sm_90)")
+    assert {key: found[key] for key in ("bytes", "kinds", "of the state")} == json.loads(GOLDEN.read_text())["dense"]
+
+
+@pytest.mark.slow
+def test_ranks_that_send():
+    """Groups of ranks stand in the plan with the memory of their communicators, collectives with their bytes."""
+    (found,) = planned(RING)
+    assert {"dp", "fsdp"} <= {name.partition("#")[0] for name in found["groups"]}
+    assert found["kinds"]["collective"]["calls"] > 0 and found["kinds"]["collective"]["sent"] > 0
+    assert "communicator of all ranks" in found["text"] and "an estimate" in found["text"]
