@@ -47,7 +47,8 @@ LEAST = (
 )  # fmt: skip
 SLOW = 1.25  # times the median
 OPEN_FILES, SHARED_BYTES = 4096, 2**30  # least that is fit for a run
-_SETTINGS = re.compile(r"(NCCL|GLOO|TORCH|CUDA|OMP|MKL|SLURM_(JOB|STEP)|FMEGATRON)_?\w*")
+_SETTINGS = re.compile(r"(NCCL|GLOO|TORCH|PYTORCH|CUDA|OMP|MKL|SLURM_(JOB|STEP)|FMEGATRON)_?\w*")
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second: its name from torch 2.9 on
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 
 
@@ -123,6 +124,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "name": name,
         "capability": f"{about.major}.{about.minor}",
         "peak": hardware.of_table(name),
+        "fp32": torch.get_float32_matmul_precision(),
         **read,
     }
 
@@ -214,6 +216,28 @@ def verdict(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     return found + _differences(ranks) + _outliers(ranks)
 
 
+def advice(rank: Mapping[str, Any]) -> list[str]:
+    """What a rank on a GPU could be given, though nothing is wrong: settings of the allocator, and of fp32 products.
+
+    >>> advice({"device": {"kind": "cuda", "fp32": "high"}, "settings": {}})[0].partition(";")[0]
+    'blocks of the allocator cannot grow, so that freed memory may not fit what comes next'
+    """
+    if rank["device"]["kind"] != "cuda":
+        return []
+    found, settings = [], rank["settings"]
+    if not any("expandable_segments:True" in settings.get(name, "") for name in _ALLOCATOR):
+        found.append(
+            "blocks of the allocator cannot grow, so that freed memory may not fit what comes next; "
+            f"export {_ALLOCATOR[0]}=expandable_segments:True"
+        )
+    if rank["device"].get("fp32") == "highest":
+        found.append(
+            "products of fp32 run without TF32, at less than a fifth of its rate; torch.set_float32_matmul_precision('high') "
+            "takes it where 10 bits of the mantissa are enough"
+        )
+    return found
+
+
 def _differences(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Versions and devices that are not the same on all ranks."""
     found, rows = [], [{**rank["versions"], "device": rank["device"].get("name")} for rank in ranks]
@@ -271,6 +295,7 @@ def _text(ranks: Sequence[Mapping[str, Any]], fixes: Sequence[str]) -> str:
             lines.append(
                 f"note       {name} {version} is newer than any that was tried ({newest}); run the tests: make test"
             )
+    lines += [f"note       {line}" for line in advice(first)]
     machines = {rank["host"]: rank["machine"] for rank in ranks}
     for host, of in list(machines.items())[:8]:
         free = of.get("shared_free_bytes")  # no such folder: no line of it

@@ -39,6 +39,17 @@ def test_ranks_in_order_have_nothing_to_fix():
     assert doctor.verdict(ranks(matmul__seconds={3: 1.2}, device__free_gb={0: 73.0})) == []
 
 
+def test_what_a_gpu_could_be_given_is_a_note_and_nothing_to_fix():
+    rank = copy.deepcopy(GOOD)
+    rank["device"]["fp32"] = "highest"
+    said = doctor.advice(rank)
+    assert len(said) == 2 and "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in said[0] and "TF32" in said[1]
+    assert f"note       {said[0]}" in doctor._text([rank], [])
+    rank["settings"]["PYTORCH_ALLOC_CONF"] = "garbage_collection_threshold:0.8,expandable_segments:True"
+    rank["device"]["fp32"] = "high"
+    assert doctor.advice(rank) == [] == doctor.advice({**rank, "device": {"kind": "cpu"}, "settings": {}})
+
+
 @pytest.mark.parametrize(
     "changes,text",
     [

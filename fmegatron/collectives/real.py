@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Group", "all_gather", "all_reduced", "all_to_all", "all_to_all_rows", "filled_up", "ppermute", "psum"]
 __all__ += ["reduce_scatter"]
 
+# What libraries of process groups have no type for, beside floats of 8 bits (torch's maps of dtypes for NCCL and gloo).
+_UNKNOWN = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
 _LITTLE = 1 << 16  # bytes below which a collective costs its latency, and a copy less than another buffer
 
 
@@ -89,7 +91,9 @@ def _ours():
 
 def _as_bytes(xs: list[Tensor]) -> bool:
     """Whether they travel as bytes: several dtypes, or one that process groups do not know."""
-    return len({x.dtype for x in xs}) > 1 or (xs[0].dtype.is_floating_point and xs[0].dtype.itemsize == 1)
+    dtype = xs[0].dtype
+    unknown = dtype in _UNKNOWN or (dtype.is_floating_point and dtype.itemsize == 1)
+    return unknown or len({x.dtype for x in xs}) > 1
 
 
 def _summed_on_the_way(xs: list[Tensor], exact: bool) -> bool:
@@ -290,8 +294,15 @@ def _start(out: Tensor, x: Tensor, came: list[int], sent: list[int], group_name:
 
 # ---- all_reduce ------------------------------------------------------------------------------------------------------
 def all_reduced(x: Tensor, kind: str, group: Group) -> Tensor:
-    """A tensor reduced element by element over the ranks. kind: "sum", "max", "min", "product" ..."""
+    """A tensor reduced element by element over the ranks. kind: "sum", "max", "min", "product" ...
+
+    Whole numbers that libraries have no type for travel as int64. Raises ValueError for uint64, which do not fit.
+    """
     ops = functional_ops()
+    if x.dtype is torch.uint64:
+        raise ValueError(f"{kind}: got uint64, which no process group reduces, wanted int64; give x.view(torch.int64)")
+    if x.dtype in _UNKNOWN:
+        return all_reduced(x.to(torch.int64), kind, group).to(x.dtype)
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), kind, group.name))
 
 

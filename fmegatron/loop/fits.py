@@ -86,7 +86,7 @@ def _limit(options: Memory, world: World) -> tuple[float, str]:
     if options.limit_bytes is not None:
         return options.limit_bytes, "as --run.memory.limit_bytes says"
     if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory, f"the memory of {world.device}"
+        return _device_share(world.device)
     return _host_share()
 
 
@@ -100,6 +100,14 @@ def _require_room(on_host: list[tuple[str, float]], world: World) -> None:
             f"most {from_trace.in_mib(share)}, {of}; keep less there (state_specs(..., memory=)), run fewer ranks on a "
             "machine, or shard the state over more ranks; --run.memory.plan=off does not look"
         )
+
+
+def _device_share(device: torch.device) -> tuple[float, str]:
+    """(bytes of a CUDA device that this process may take, of what): what is free, and what it holds itself."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    others = total - free - held
+    return free + held, f"the {from_trace.in_mib(total)} of {device} without the {from_trace.in_mib(others)} in use"
 
 
 def _host_share() -> tuple[float, str]:

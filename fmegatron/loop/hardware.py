@@ -70,9 +70,10 @@ def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = N
     n = size or (1024 if device.type == "cpu" else 8192)
     seconds = min(clock.matmul_seconds(device, dtype, n))
     where = f"{torch.get_num_threads()} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return Peak(
-        2 * n**3 / seconds, f"product of {n} x {n} in {str(dtype).removeprefix('torch.')} on {where} (measured)"
-    )
+    name, more = str(dtype).removeprefix("torch."), ""
+    if device.type == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        more = "; without TF32, which torch.set_float32_matmul_precision('high') takes"
+    return Peak(2 * n**3 / seconds, f"product of {n} x {n} in {name} on {where} (measured{more})")
 
 
 class _Mallinfo2(ctypes.Structure):

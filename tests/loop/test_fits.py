@@ -52,6 +52,16 @@ def test_near_it_the_step_is_counted(monkeypatch):
     assert "--mesh=dp=2 of 2 ranks with as much memory each would fit, or --run.memory.plan=off" in text
 
 
+def test_on_a_gpu_the_limit_is_what_is_free_and_what_the_process_holds(monkeypatch):
+    """Another process has 30 GiB of 80; of the rest this one holds 10 already."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+    world = World(Mesh(), 0, torch.device("cuda", 0))
+    assert planned_bytes(describe(Mesh()), world, Memory(planned_bytes=float(50 << 30)), describe) == 50 << 30
+    with pytest.raises(UsageError, match=r"wanted at most 51,200.0 MiB, the 81,920.0 MiB of cuda:0 without the 30,720"):
+        planned_bytes(describe(Mesh()), world, Memory(planned_bytes=float(51 << 30)), describe)
+
+
 def test_a_state_that_is_too_large_is_not_counted(monkeypatch):
     monkeypatch.setattr(plan, "exact", lambda *_: pytest.fail("it is not needed"))
     with pytest.raises(UsageError, match=r"\(its state alone\).*of the optimizer's state; .*of parameters; "):
