@@ -232,8 +232,8 @@ def advice(rank: Mapping[str, Any]) -> list[str]:
         )
     if rank["device"].get("fp32") == "highest":
         found.append(
-            "products of fp32 run without TF32, at less than a fifth of its rate; torch.set_float32_matmul_precision('high') "
-            "takes it where 10 bits of the mantissa are enough"
+            "products of fp32 run without TF32, at less than a fifth of its rate; "
+            "torch.set_float32_matmul_precision('high') takes it where 10 bits of the mantissa are enough"
         )
     return found
 

@@ -69,7 +69,7 @@ class Written(NamedTuple):
 
 
 def schedule(graph_module: torch.fx.GraphModule, fakes: list, patches: dict) -> Written:
-    """What Inductor generates for a flat graph: traced, lowered, fused and ordered as for a run; nothing is compiled."""
+    """What Inductor writes for a flat graph: traced, lowered, fused and ordered as for a run; nothing is compiled."""
     torch_private.lower_own(graph_module)
     found: list[Written] = []
     launches: list[Launch] = []

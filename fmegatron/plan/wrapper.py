@@ -278,8 +278,8 @@ class _Counting(TorchDispatchMode):
         launch = next(self.launches, None)
         if launch is None or launch.name != name:
             raise ValueError(
-                f"plan: got the launch of {name} in {self.file}, wanted {launch and launch.name}, the next that Inductor "
-                "has noted; plan without --device"
+                f"plan: got the launch of {name} in {self.file}, wanted {launch and launch.name}, the next that was "
+                "noted; plan without --device"
             )
         made = [_origin(buffer, self.written.buffers, self.inside) for buffer in launch.buffers]
         origin = next((one for one in reversed(made) if one != ("?", "?")), ("?", "?"))

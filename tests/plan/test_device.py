@@ -50,7 +50,8 @@ def test_causal_attention_looks_at_half():
 
 def test_what_an_attention_backward_takes_meanwhile():
     q = torch.empty(2, 4, 8, 16, dtype=HALF, device="meta")
-    assert kernels.scratch(aten._scaled_dot_product_cudnn_attention_backward.default, [q, q]) == 4 * q.numel() * 17 // 16
+    backward = aten._scaled_dot_product_cudnn_attention_backward.default
+    assert kernels.scratch(backward, [q, q]) == 4 * q.numel() * 17 // 16
     assert kernels.scratch(aten.mm.default, [q, q]) == 0
 
 

@@ -18,8 +18,8 @@ class Device:
 
     memory: bytes in all. multiprocessors, l2: their number, and bytes of the cache that they share. shared,
     shared_optin: bytes of shared memory of a block, as it is and at most. flops: of dense bf16 products in a second,
-    flops32: of fp32 ones without TF32, bandwidth: bytes of memory in a second, both of the data sheet. links: bytes that a device sends in a second to
-    others of its node.
+    flops32: of fp32 ones without TF32, bandwidth: bytes of memory in a second, all of the data sheet. links: bytes that
+    a device sends in a second to others of its node.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Device:
 
     @property
     def workspace(self) -> int:
-        """Bytes that torch keeps for cuBLAS on each stream that multiplies (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+        """Bytes that torch keeps for cuBLAS on each stream that multiplies (ATen/cuda/CublasHandlePool.cpp)."""
         return 32 * _MIB if self.major >= 9 else (2 * 4096 + 8 * 16) * _KIB
 
     @property
@@ -60,10 +60,32 @@ class Device:
 DEVICES = MappingProxyType(
     {
         "a100": Device(
-            "NVIDIA A100-SXM4-80GB", 8, 0, 81152 * _MIB, 108, 40 * _MIB, 48 * _KIB, 163 * _KIB, 312e12, 19.5e12, 2.039e12, 3e11
+            "NVIDIA A100-SXM4-80GB",
+            8,
+            0,
+            81152 * _MIB,
+            108,
+            40 * _MIB,
+            48 * _KIB,
+            163 * _KIB,
+            312e12,
+            19.5e12,
+            2.039e12,
+            3e11,
         ),
         "h100": Device(
-            "NVIDIA H100 80GB HBM3", 9, 0, 81559 * _MIB, 132, 50 * _MIB, 48 * _KIB, 227 * _KIB, 989e12, 67e12, 3.35e12, 4.5e11
+            "NVIDIA H100 80GB HBM3",
+            9,
+            0,
+            81559 * _MIB,
+            132,
+            50 * _MIB,
+            48 * _KIB,
+            227 * _KIB,
+            989e12,
+            67e12,
+            3.35e12,
+            4.5e11,
         ),
         "h200": Device(
             "NVIDIA H200", 9, 0, 143771 * _MIB, 132, 50 * _MIB, 48 * _KIB, 227 * _KIB, 989e12, 67e12, 4.8e12, 4.5e11

@@ -124,9 +124,12 @@ def passes(plan: Exact, gradients: int = 0) -> str:
     outer = [one for one in plan.kernels if one.graph == "step" and one.kind in ("kernel", "operator")]
     inner = [one for one in plan.kernels if one.graph != "step" and one.kind in ("kernel", "operator")]
     lines.append("  kernels outside of layers (casts, stacks, loss, update), by file:")
-    lines += ["  " + _row(name, of, compute, False) for name, of in _by(outer, lambda one: one.at.rpartition(":")[0])]
+    files = _by(outer, lambda one: one.at.rpartition(":")[0])
+    lines += ["  " + _row(name, of, compute, False) for name, of in files]
     lines.append("  kernels inside of layers, by operator and graph:")
-    lines += ["  " + _row(name, of, compute, False) for name, of in _by(inner, lambda one: f"{one.name} of {one.graph}")]
+    lines += [
+        "  " + _row(name, of, compute, False) for name, of in _by(inner, lambda one: f"{one.name} of {one.graph}")
+    ]
     read = sum(one.state_read for one in plan.kernels)
     outer_bytes, floor = sum(one.nbytes for one in outer), 2 * plan.state + 2 * gradients
     lines.append(
@@ -135,8 +138,8 @@ def passes(plan: Exact, gradients: int = 0) -> str:
     )
     known = "" if gradients else ", of which gradients are not known"
     lines.append(
-        f"  outside    {_gb(outer_bytes)} are moved by kernels outside of layers; floor {_gb(floor)}{known}: state read "
-        f"and written once, gradients read by their norm and by the update; above it "
+        f"  outside    {_gb(outer_bytes)} are moved by kernels outside of layers; floor {_gb(floor)}{known}: state "
+        f"read and written once, gradients read by their norm and by the update; above it "
         f"{1e3 * max(0.0, outer_bytes - floor) / device.bandwidth:,.2f} ms"
     )
     of_products = sum(one.nbytes for one in plan.kernels if one.kind in ("product", "attention"))
@@ -180,5 +183,7 @@ def _gb(nbytes: float) -> str:
 
 def _device(plan: Exact) -> Device:
     if plan.device is None:
-        raise ValueError("plan: got a plan for the CPU, wanted one for a device; give exact(..., device=DEVICES['h100'])")
+        raise ValueError(
+            "plan: got a plan for the CPU, wanted one for a device; give exact(..., device=DEVICES['h100'])"
+        )
     return plan.device
