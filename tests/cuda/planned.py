@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 from fmegatron import plan
-from fmegatron.model.counts import flops_per_token
 from fmegatron.plan.cuda import sheet
 from fmegatron.plan.cuda.devices import DEVICES
 from tests.cuda.look import case_of
@@ -28,14 +27,12 @@ def main(names: list[str]) -> None:
             of = kinds.setdefault(one.kind, {"calls": 0, "bytes": 0, "flops": 0, "sent": 0})
             for key, value in zip(of, (one.calls, one.nbytes, one.flops, one.sent), strict=True):
                 of[key] += round(value)
-        decoder = described.decoder
         said = {
             "what": what,
             "bytes": {"state": found.state, "batch": found.batch, "transient": found.transient},
             "groups": dict(found.groups),
             "kinds": kinds,
             "of the state": round(sum(one.state_read for one in found.kernels)),
-            "formula": {} if decoder is None else flops_per_token(decoder),
             "text": sheet.summary(found) + "\n" + sheet.passes(found),
         }
         print(json.dumps(said), flush=True)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from fmegatron.model.counts import flops_per_token
 from fmegatron.plan.cuda import apart
 from fmegatron.plan.cuda.devices import DEVICES
 from tests.cuda import check, cover
@@ -36,7 +37,7 @@ def test_a_dense_step():
     calls = {"block_fwd": 2, "block_bwd": 2, "step": 1}
     assert kinds["kernel"]["calls"] == sum(n * code[label]["launches"] for label, n in calls.items())
     assert kinds["product"]["calls"] == sum(n * code[label]["calls"]["extern_kernels.mm"] for label, n in calls.items())
-    formula = found["formula"]
+    formula = flops_per_token(cover.decoder_of(cover.DENSE))
     assert kinds["product"]["flops"] == TOKENS * (formula["matmul"] + formula["head"])
     assert kinds["attention"]["flops"] == pytest.approx(TOKENS * formula["attention"] * 7 / 6, rel=1e-9)
     assert set(kinds) == {"kernel", "product", "attention"} and found["groups"] == {}
