@@ -45,8 +45,8 @@ def describe(config):
 
 
 def read(config):
-    """There is nothing to read: this is planned, not trained."""
-    raise NotImplementedError("dense.py: got a run, wanted a plan; gpu.py measures these shapes")
+    """Raises ValueError: this is planned, not trained."""
+    raise ValueError(f"dense.py: got a run of {config.size}, wanted a plan; gpu.py measures these shapes")
 
 
 experiment = loop.Experiment(Config, describe, data=read)

@@ -346,7 +346,7 @@ def attention(found: Found) -> None:
 
         wide = run(*(x.detach().double() for x in (q, k, v)))
         out = run(q, k, v)
-        apart = float((out.double() - wide).abs().max())
+        apart = float((out.detach().double() - wide).abs().max())
         if found.on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -462,4 +462,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a thread of a library, such as gloo's behind a call that failed, would be waited for

@@ -174,8 +174,10 @@ class _Extern:
 
     def __getattr__(self, name: str) -> Callable:
         def kernel(*args, out=None, **kwargs):
+            if out is None:  # it makes its result itself: the operator does so too, and is seen
+                return getattr(torch.ops.aten, name)(*args, **kwargs)
             self._called(name, args, out)
-            if out is not None and out.is_cpu and out.dtype in _HALF and _sums_apart(*args[-2:]):
+            if out.is_cpu and out.dtype in _HALF and _sums_apart(*args[-2:]):
                 torch.empty(out.numel(), dtype=torch.float32)
             return out
 

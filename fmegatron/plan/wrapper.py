@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fmegatron.collectives.torch_private import schema_of
+from fmegatron.collectives import torch_private as of_collectives
 from fmegatron.plan.cuda import codegen, kernels
 from fmegatron.plan.cuda.devices import Device
 from fmegatron.plan.cuda.kernels import Kernel
@@ -345,7 +345,7 @@ class _Counting(TorchDispatchMode):
 
 def _only_looks(func: Any) -> bool:
     """Whether an operator launches nothing: it makes memory, or sees memory in another way."""
-    returns = schema_of(func).returns
+    returns = of_collectives.schema_of(func).returns
     looks = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return looks or torch_private.opname(func) in ("empty", "empty_strided", "_reshape_alias")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fmegatron.collectives.torch_private import group_named, schema_of
+from fmegatron.collectives import torch_private
 from fmegatron.plan.cuda.devices import Device
 
 __all__ = ["Kernel", "added", "called", "continued", "launched", "scratch", "times"]
@@ -103,7 +103,7 @@ def called(
     nbytes = sum(x.numel() * x.element_size() for x in [*given, *made])
     if getattr(op, "namespace", "") in _SENDS and short not in _COPIES:
         group = [x for x in arguments if isinstance(x, str)][-1]
-        sent = _sent(short, group_named(group), given, made)
+        sent = _sent(short, torch_private.group_named(group), given, made)
         name = f"{short} over {_PAPER.sub('', group.removeprefix('fmegatron:'))}"
         return Kernel(graph, "collective", name, at, nbytes=nbytes, sent=sent, seconds=sent / device.links)
     flops = _flops(op, arguments, results)
@@ -148,7 +148,7 @@ def _flops(op: Any, arguments: Sequence[Any], results: Any) -> float:
     if formula is None:
         return 0.0
     total = float(formula(*arguments, out_val=results))
-    schema = schema_of(op)
+    schema = torch_private.schema_of(op)
     named = {} if schema is None else dict(zip((a.name for a in schema.arguments), arguments, strict=False))
     if named.get("is_causal") or named.get("custom_mask_type"):
         first = 1 if "backward" in str(op) else 0

@@ -1,4 +1,4 @@
-"""A plan for a device as text: memory with what lies outside of torch's allocator, launches, time by roofline, passes.
+"""A plan for a device as text: memory with that outside of its allocator, launches, time by roofline, passes.
 
 Every sheet begins with the device that it is for, and says that nothing of it was measured there.
 """
@@ -24,13 +24,13 @@ CONNECTION, CONNECTIONS, CHANNELS = 10 * _MIB, 3, 16
 # An exchange opens 32 channels to each peer, with 2 MiB more each (the same issue: 3.3 GB among 8).
 EXCHANGE = 32 * 12 * _MIB
 
-_WORDS = {
-    "kernel": "kernels of Triton",
-    "product": "products",
-    "attention": "attention",
-    "operator": "other operators",
-    "collective": "collectives",
-}
+_WORDS = (
+    ("kernel", "kernels of Triton"),
+    ("product", "products"),
+    ("attention", "attention"),
+    ("operator", "other operators"),
+    ("collective", "collectives"),
+)
 _SHOWN = 40
 
 
@@ -93,7 +93,7 @@ def summary(plan: Exact, model_flops: float = 0.0) -> str:
     different = len({(one.graph, one.kind, one.name, one.at) for one in plan.kernels})
     lines.append(f"  launches   {launches:,.0f} a step, of {different} lines")
     lines.append(f"  time       {1e3 * compute:,.2f} ms by roofline, without gaps, autotuning or waits")
-    for kind, word in _WORDS.items():
+    for kind, word in _WORDS:
         of = [one for one in plan.kernels if one.kind == kind]
         if of:
             lines.append("  " + _row(word, of, compute, kind == "collective"))
