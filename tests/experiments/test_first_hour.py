@@ -13,7 +13,7 @@ SCRIPT = ROOT / "experiments" / "benchmarks" / "first_hour.sh"
 
 def called(*numbers, device="cpu"):
     """What the script says of these calls -> (exit status, lines)."""
-    environment = {**os.environ, "DEVICE": device, "PY": sys.executable}
+    environment = {**os.environ, "DEVICE": device, "PY": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(["bash", str(SCRIPT), *numbers], cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -25,7 +25,7 @@ def test_a_call_runs_on_a_cpu(number):
     if number == "1":  # the doctor may find something to fix on the machine that tests
         status = 0
     assert status == 0 and "WRONG " not in said.replace("0 WRONG", ""), said[-3000:]
-    assert f"call {number}: 0 WRONG" in said and "\nok " in said
+    assert f"call {number}: 0 WRONG" in said and (number == "4" or "\nok " in said)  # a profile is measured alone
 
 
 @pytest.mark.slow
