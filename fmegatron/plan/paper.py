@@ -25,6 +25,9 @@ class SizedWorld(planned.PaperWorld):
         self._registered.append(name)
         return name, group
 
+    def __enter__(self) -> SizedWorld:
+        return self
+
     def opened(self) -> dict[str, int]:
         """The groups that were asked for, in order -> how many ranks each has."""
         return {key: group.size() for key, (_, group) in self._groups.items()}

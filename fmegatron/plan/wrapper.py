@@ -345,8 +345,9 @@ class _Counting(TorchDispatchMode):
 
 def _only_looks(func: Any) -> bool:
     """Whether an operator launches nothing: it makes memory, or sees memory in another way."""
-    returns = of_collectives.schema_of(func).returns
-    looks = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    schema = of_collectives.schema_of(func)
+    assert schema is not None, "an operator"
+    looks = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return looks or torch_private.opname(func) in ("empty", "empty_strided", "_reshape_alias")
 
 
