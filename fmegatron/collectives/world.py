@@ -90,8 +90,8 @@ class World:
     def put(self, values: structure.Tree, layouts: structure.Tree | None = None) -> structure.Tree:
         """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
 
-        To a CUDA device they go through pinned memory, and the host waits for none of them: what reads them on the
-        current stream comes behind.
+        To a CUDA device they go through pinned memory of its own, and the host waits for none of them: what reads them
+        on the current stream comes behind. Only for what the caller has pinned it waits.
 
         layouts: theirs, as for `tree.place`; a batch that is made by hand needs them. None: those that the values know.
 
@@ -100,9 +100,9 @@ class World:
         """
 
         def moved(x: torch.Tensor) -> torch.Tensor:
-            apart = self.device.type == "cuda" and x.device.type == "cpu"
-            given = x.pin_memory() if apart and not x.is_pinned() else x
-            there, layout = given.to(self.device, non_blocking=apart), tree.layout_of(x)
+            own = self.device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned()
+            given = x.pin_memory() if own else x  # a pinned tensor of the caller may be written behind this
+            there, layout = given.to(self.device, non_blocking=own), tree.layout_of(x)
             return there if layout is None else labels.labelled(there, layout)
 
         values = tree.map(moved, values)

@@ -91,15 +91,14 @@ def test_a_device_of_a_world_of_one_becomes_the_current_one(cuda, monkeypatch):
 
 
 def test_nothing_waits_for_what_is_put_on_a_gpu(monkeypatch):
-    """Pinned first, then a copy that does not wait; what is pinned already is not copied on the host once more."""
+    """Pinned first, then a copy that does not wait; what the caller has pinned, and may write next, is waited for."""
     asked, pinned = [], torch.ones(3)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: asked.append("pinned") or x)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *to, **how: asked.append((*to, how)) or x)
     device = torch.device("cuda", 0)
     World(Mesh(), 0, device).put({"a": torch.ones(2), "b": pinned})
-    moved = (device, {"non_blocking": True})
-    assert asked == ["pinned", moved, moved]
+    assert asked == ["pinned", (device, {"non_blocking": True}), (device, {"non_blocking": False})]
     asked.clear()
     World.alone("cpu").put(torch.ones(2))
     assert asked == [(torch.device("cpu"), {"non_blocking": False})]
