@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fmegatron import tree
+from fmegatron.data import closures
 from fmegatron.tree import labels, structure
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
@@ -75,9 +76,17 @@ class _Function(Source):
     def at(self, position: int) -> structure.Tree:
         return self.function(position)
 
+    def describe(self) -> dict[str, Any] | None:
+        values = closures.used(self.function)
+        return {"kind": "function", "uses": values} if values else None
+
 
 def source(function: Callable[[int], structure.Tree]) -> Source:
     """The source of a pure function from position to the batch of all ranks; a decorator, too.
+
+    It states the numbers, texts and arrays that the function uses beside its argument (closes over, has as defaults,
+    reads of its module), so that a resume with another of them is refused. Lists, dicts and objects are not compared,
+    nor is the function's text: a class with `describe` says more.
 
     >>> @source
     ... def squares(position):

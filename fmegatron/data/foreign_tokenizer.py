@@ -241,6 +241,8 @@ def _named_beside(path: Path, own: Mapping[str, Any]) -> tuple[dict[str, str], d
             )
     if own:
         _require_same_added(at, config, own)
+        if "added_tokens_decoder" not in config:  # transformers reads the other file then, and adds what it names
+            _require_same_added(path.with_name("special_tokens_map.json"), more, own)
     first, second = _texts(at, config), _texts(at, more)
     for name in first.keys() & second.keys():
         if first[name] != second[name]:

@@ -134,7 +134,14 @@ class Mapped(StepBatches):
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint states of this data, as JSON: the function by its text."""
-        return {"kind": "mapped", "function": _named(self.function), "of": self.batches.describe()}
+        try:
+            named = _named(self.function)
+        except RecursionError:
+            raise ValueError(
+                f"Mapped: function: got {structure.in_words(self.function)}, which closes over itself, wanted one that "
+                "a resume can compare; give a dataclass with __call__"
+            ) from None
+        return {"kind": "mapped", "function": named, "of": self.batches.describe()}
 
 
 def _named(function: Any) -> str:
@@ -166,13 +173,28 @@ def _named(function: Any) -> str:
     return named
 
 
+def _has_arrays(x: Any) -> bool:
+    if isinstance(x, list | tuple | dict):
+        return any(map(_has_arrays, x.values() if isinstance(x, dict) else x))
+    return isinstance(x, np.ndarray | torch.Tensor)
+
+
 def _text(x: Any) -> str:
     """A text of a value that a function uses, which another value does not have."""
     if isinstance(x, np.ndarray | torch.Tensor):
-        elements = x if isinstance(x, np.ndarray) else x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        elements = (
+            x
+            if isinstance(x, np.ndarray)
+            else x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
+        )
         return f"{type(x).__name__} {x.dtype}{list(x.shape)} {digest_of(elements)}"
     if isinstance(x, types.FunctionType | functools.partial | types.MethodType):
         return _named(x)
+    if isinstance(x, set | frozenset) and not all(isinstance(one, int) for one in x):  # of another order each time
+        return f"{type(x).__name__}({', '.join(sorted(map(_text, x)))})"
+    if isinstance(x, list | tuple | dict) and _has_arrays(x):  # whose repr leaves elements out
+        inside = [f"{key!r}: {_text(y)}" for key, y in x.items()] if isinstance(x, dict) else map(_text, x)
+        return f"{type(x).__name__}({', '.join(inside)})"
     return getattr(x, "__qualname__", None) or repr(x)
 
 

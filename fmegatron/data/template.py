@@ -80,7 +80,8 @@ class ChatTemplate:
 
     def _render(self, which: int, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         known = {"tools": None, "documents": None, **self.special, **more}
-        known = _plain({**known, "messages": list(messages), "add_generation_prompt": prompt})
+        given = [_without_null(one) for one in messages]
+        known = _plain({**known, "messages": given, "add_generation_prompt": prompt})
         try:
             return self._compiled[which].render(known)
         except (ImportError, _NoDateError):
@@ -90,6 +91,14 @@ class ChatTemplate:
                 f"chat template: got {type(error).__name__}: {error}, wanted a text of the {len(messages)} messages; "
                 "see what the template asks of their roles and contents"
             ) from None
+
+
+def _without_null(message: Any) -> Any:
+    """A message without its keys of null (OpenAI's `"content": null` beside calls of tools), which templates write as
+    the text None; a key that is not there they know. As transformers 5.24 does."""
+    if not isinstance(message, Mapping):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def load_template(path: str | os.PathLike, name: str = "default") -> ChatTemplate | None:

@@ -139,6 +139,7 @@ class Renumbered:
     ):
         self._undo: list[tuple[dict, dict, list[list]]] = []
         self._groups: list[tuple[dict, list, Any]] = []
+        self._lent: list[tuple[dict, Any]] = []
         for keys, inner, names in _named(state, pairs):
             path = "/".join(map(str, (*keys, "state")))
             kind = containers.get(path)
@@ -155,6 +156,7 @@ class Renumbered:
                     f"{path}: got an optimizer of other parameters than the checkpoint's, wanted the same names: "
                     f"{', '.join(map(str, lost[:5]))}; give the optimizer the parameters that were saved"
                 )
+            self._lend(inner, "/".join(map(str, (*keys, "param_groups"))), values)
             new = {number: numbers[name] for number, name in own.items()}
             if all(a == b for a, b in new.items()):
                 continue
@@ -164,6 +166,24 @@ class Renumbered:
             for group, own in zip(inner["param_groups"], old, strict=True):
                 group["params"] = [new[number] for number in own]
                 self._groups.append((group, group["params"], group.get("param_names")))
+
+    def _lend(self, inner: dict, path: str, values: Mapping[str, Any]) -> None:
+        """Give groups "param_names" where the checkpoint has them, and nowhere else: what is whose is known without."""
+        for i, group in enumerate(inner["param_groups"]):
+            own, stored = group.get("param_names"), values.get(f"{path}/{i}/param_names")
+            if (own is None) == (stored is None):
+                continue
+            self._lent.append((group, own))
+            group.pop("param_names", None)
+            if stored is not None:
+                group["param_names"] = list(stored)
+
+    def _take_back(self) -> None:
+        for group, own in self._lent:
+            group.pop("param_names", None)
+            if own is not None:
+                group["param_names"] = own
+        self._lent = []
 
     def finish(self) -> None:
         """The numbers of each group's own parameters, in their order, which torch loads by."""
@@ -176,6 +196,7 @@ class Renumbered:
             group["params"] = numbers
             if names is not None:
                 group["param_names"] = names
+        self._take_back()
 
     def undo(self) -> None:
         """As the state dicts were."""
@@ -183,6 +204,7 @@ class Renumbered:
             inner["state"] = state
             for group, own in zip(inner["param_groups"], old, strict=True):
                 group["params"] = own
+        self._take_back()
         self._undo, self._groups = [], []
 
 

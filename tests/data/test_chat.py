@@ -75,6 +75,15 @@ def test_texts_and_ids_are_those_of_transformers(both, text, prompt):
     assert ours.located(template.render(CHAT, prompt, tools=tools))[0].tolist() == wanted
 
 
+def test_null_is_not_written_as_none(both):
+    """OpenAI's chats have null for the content beside calls of tools; templates know a key that is not there."""
+    ours, _ = both
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": None}]
+    text = "{% for m in messages %}{{ m.content }}{% if m.tool_calls is defined %}!{% endif %}</s>{% endfor %}"
+    assert ChatTemplate(text, ours.chat.special).render(chat) == "1</s></s>"
+    assert "None" not in ours.chat.render(chat) and chat[1]["content"] is None
+
+
 def learned(tokenizer, row):
     return tokenizer.decode(row["labels"][row["mask"]])
 

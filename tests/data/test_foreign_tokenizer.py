@@ -100,6 +100,16 @@ def test_tokens_that_transformers_adds_or_finds_in_another_way(tmp_path, config,
         load_tokenizer(tmp_path)
 
 
+def test_tokens_that_only_the_special_tokens_map_names(tmp_path):
+    """transformers adds them, unless the configuration has added_tokens_decoder: then it does not read the file."""
+    of_words(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": ["w7"]}))
+    with pytest.raises(ValueError, match=r"special_tokens_map.json: got 'w7' in additional_special_tokens, which"):
+        load_tokenizer(tmp_path)
+    change(tmp_path / "tokenizer_config.json", added_tokens_decoder={})
+    assert load_tokenizer(tmp_path).encode("w1").tolist() == [4]
+
+
 MODEL = {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]"}
 LOWERCASE = {"type": "Lowercase"}
 TOKEN = {"id": 1, "content": "[PAD]", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

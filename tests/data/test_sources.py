@@ -265,6 +265,13 @@ def shifted(k, also=None):
     return shift
 
 
+def itself():
+    def function(row, number):
+        return function
+
+    return function
+
+
 class Shift:
     def __init__(self, k):
         self.k = k
@@ -285,6 +292,8 @@ class Shift:
         (shifted(1, shifted(1)), shifted(1, shifted(2))),
         (functools.partial(shifted, k=np.arange(3)), functools.partial(shifted, k=np.arange(4))),
         (Shift(1).apply, Shift(2).apply),
+        (shifted([np.zeros(5000)]), shifted([np.eye(1, 5000, 2500)[0]])),
+        (shifted({"a": (torch.zeros(5000),)}), shifted({"a": (torch.eye(1, 5000),)})),
     ],
 )
 def test_functions_that_close_over_other_values_are_told_apart(pair):
@@ -300,6 +309,7 @@ def test_functions_without_a_text_are_refused():
         (lambda row, number: row, "got a lambda, which another one cannot be told from"),
         (shifted(object()), "whose text is another in every process"),
         (shifted(lambda: 1), "got a lambda"),
+        (itself(), "got a function, which closes over itself"),
     ):
         with pytest.raises(ValueError, match=words):
             Mapped(batches, function).describe()
@@ -307,5 +317,7 @@ def test_functions_without_a_text_are_refused():
     def plain(row, number):
         return row
 
+    words = {"a", "b", "c", "d", "e"}  # its repr is another in every process
+    assert "k': \"set('a', 'b', 'c', 'd', 'e')\"" in Mapped(batches, shifted(words)).describe()["function"]
     named = Mapped(batches, plain).describe()["function"]
     assert named == plain.__qualname__  # as before: a run that was begun goes on

@@ -72,6 +72,24 @@ def test_names_that_the_optimizer_was_given(tmp_path, is_dcp):
     assert another.param_groups[0]["param_names"] == [name for name, _ in other.named_parameters()]
 
 
+@pytest.mark.parametrize("order", ["abc", "cba"])
+@pytest.mark.parametrize("was_named", [False, True])
+def test_names_of_groups_on_one_side_only(tmp_path, was_named, order):
+    """The module beside the optimizer says whose moments they are, whichever of the two was made of names."""
+    net, other = Layers("abc"), Layers(order, 1)
+    named = (torch.optim.AdamW(list(x.named_parameters())) for x in (net, other))
+    plain = (torch.optim.AdamW(x.parameters()) for x in (net, other))
+    (optimizer, _), (_, another) = (named, plain) if was_named else (plain, named)
+    trained(net, optimizer)
+    interop.save_state_dict(tmp_path / "c", {"model": net, "optimizer": optimizer})
+    before = another.state_dict()["param_groups"][0].get("param_names")
+    interop.load_state_dict(tmp_path / "c", {"model": other, "optimizer": another})
+    of = dict(net.named_parameters())
+    for name, x in other.named_parameters():
+        assert torch.equal(another.state[x]["exp_avg"], optimizer.state[of[name]]["exp_avg"]), name
+    assert another.param_groups[0].get("param_names") == before
+
+
 def test_a_tied_parameter_has_several_names(tmp_path):
     """The first to be registered is noted; another program may register another one first."""
     net, other = Layers("abc"), Layers("cba", 1)

@@ -340,6 +340,19 @@ def test_what_a_resume_refuses(tmp_path):
         reads(tmp_path / "c", Counter(), of, steps=7)
 
 
+def test_a_function_that_closes_over_another_number_is_refused(tmp_path):
+    """One that was computed of the mesh, say: the data would be others, and nothing would say so."""
+
+    def scaled(by):
+        return data.source(lambda position: whole(position, by))
+
+    of = described("rows", Mesh())
+    reads(tmp_path / "a", scaled(2.0), of)
+    reads(tmp_path / "a", scaled(2.0), of, steps=6)
+    with pytest.raises(UsageError, match=r'data {"uses": {"by": "2.0"}} -> {"uses": {"by": "3.0"}}'):
+        reads(tmp_path / "a", scaled(3.0), of, steps=7)
+
+
 def test_states_that_cannot_be_kept(tmp_path):
     of = described("state", Mesh())
     for key, words in ((3, "keys that are no texts"), ((1, 2), "keys must be str")):
