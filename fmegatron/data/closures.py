@@ -100,7 +100,7 @@ def _is_plain(x: Any) -> bool:
 def array_text(x: np.ndarray | torch.Tensor) -> str:
     """Kind, dtype, shape and a digest of the elements; of more than 64 MiB of some of them, evenly spaced.
 
-    A tensor that has no elements here (another device's, a meta tensor) is told by dtype and shape alone.
+    A tensor that has no elements here (of another device, a meta tensor) is described by dtype and shape alone.
     """
     text = f"{type(x).__name__} {x.dtype}{list(x.shape)}"
     if isinstance(x, torch.Tensor):

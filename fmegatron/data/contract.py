@@ -86,7 +86,7 @@ def source(function: Callable[[int], structure.Tree]) -> Source:
 
     It states the numbers, texts and arrays that the function uses beside its argument (closes over, has as defaults,
     reads of its module), so that a resume with another of them is refused. Lists, dicts and objects are not compared,
-    nor is the function's text: a class with `describe` says more.
+    nor is the function's text: a class with `describe` states more.
 
     >>> @source
     ... def squares(position):
