@@ -117,7 +117,7 @@ def on_two_dims(dims: Sequence[Dim]) -> frozenset[str]:
 def own_blocks(node: Node, axis: str) -> Suspect:
     """The mark of a value with one axis on two dims. A blockwise algorithm may add what the other blocks give."""
     what = f"both operands are sharded over {axis!r}, on dims that both stay: of all pairs a rank has those of its own"
-    return suspected(node, what, f"all_gather one of them over {axis!r} first")
+    return suspected(node, what, f"all_gather one of them over {axis!r} first")._replace(blocks=True, pairs=True)
 
 
 def _are_terms(node: Node, kind: str, values: Sequence[Value]) -> bool:
@@ -137,7 +137,16 @@ def _over(
 ) -> Mark | None:
     """The mark of the result over one axis; None where its dims are enough."""
     given = [v.marks.get(axis) for v in values]
-    mark = strongest(scope, node, values, axis, kind == "sum")
+    mark = strongest(scope, node, values, axis, kind in ("sum", "beside", "max"))
+    if isinstance(mark, Suspect) and kind in ("nan", "finite"):  # of a part it says no more than of another's
+        return scope.unknown(mark.node, mark.what)
+    if (
+        isinstance(mark, Suspect)
+        and mark.pairs
+        and kind in ("product", "select")
+        and _may_be_diagonal(node, kind, values)
+    ):
+        return scope.vague(mark.node, mark.what)
     if mark is not None:
         return mark
     if any(isinstance(m, Pending) for m in given):
@@ -156,6 +165,15 @@ def _over(
     if axis in meets.counted:
         return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
     return _narrowed(scope, node, kind, values, out, axis) if vague else None
+
+
+def _may_be_diagonal(node: Node, kind: str, values: Sequence[Value]) -> bool:
+    """Whether what is left of own blocks may be each row's pair with itself, of which a rank has all: all but that are
+    left of what is filled where `eye` is true."""
+    if not any(atom.counted for v in values for dim in v.dims for atom in dim):
+        return False
+    eye = kind == "select" and any(op_name(n) == "eye" for n in node.all_input_nodes)
+    return not (eye and not values[1].having(Suspect))
 
 
 def _narrowed(scope: Scope, node: Node, kind: str, values: Sequence[Value], out: Value, axis: str) -> Mark | None:

@@ -12,7 +12,7 @@ import torch
 from fmegatron.collectives import kinds, table, torch_private
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step.checker.values import Suspect, Unknown, Value, number
-from fmegatron.step.graph.nodes import items_of, node_of
+from fmegatron.step.graph.nodes import items_of, node_of, written_by
 
 _MOVED = frozenset("slice select view unsqueeze squeeze permute transpose clone detach cat neg mul getitem".split())
 _SHOWN = 3  # so many names of outputs are written out
@@ -129,6 +129,13 @@ class Reason(NamedTuple):
     fix: str
 
 
+class Doubt(NamedTuple):
+    """Why some outputs (bits) may be wrong though nothing shows it, by axis."""
+
+    marks: Mapping[str, Unknown]
+    outputs: int
+
+
 @dataclass
 class Scope:
     """One interpretation of a graph; the graph inside a compiled layer has `values` of its own and shares the rest."""
@@ -152,6 +159,13 @@ class Scope:
     beside: set[torch.fx.Node] = field(default_factory=set)  # nodes that have such operands
     chunks: dict[Any, Any] = field(default_factory=dict)  # see `chunks`
     depth: int = 0  # of ops that are made of others
+    completed: dict[tuple, bool] = field(default_factory=dict)  # see `completion.py`
+    reordered: dict[int, torch.fx.Node] = field(
+        default_factory=dict
+    )  # reason -> node that turns a part round in itself
+    cuts: dict[int, tuple] = field(default_factory=dict)  # reason -> (node, dim, begin) of a piece of every shard
+    doubts: list[Doubt] = field(default_factory=list)  # see `doubt`
+    top: torch.fx.Graph | None = None  # the graph that is checked, that of no layer
     views: dict[tuple, Any] = field(default_factory=dict)  # (line, shapes before and after) -> dims of what was viewed
 
     def reached(self, node: torch.fx.Node) -> int:
@@ -166,6 +180,27 @@ class Scope:
                     bits |= self.outputs.get(user, 0)
                 self.outputs[one] = bits
         return self.outputs[node]
+
+    def doubted(self, output: int, axis: str) -> frozenset[int]:
+        """Reasons why an output, by its number, may be wrong though nothing shows it: what it is a gradient of is."""
+        found = [
+            doubt.marks[axis].origins for doubt in self.doubts if axis in doubt.marks and doubt.outputs >> output & 1
+        ]
+        return frozenset().union(*found)
+
+    def doubt(self, node: torch.fx.Node, marks: Mapping[str, Unknown]) -> bool:
+        """Note that all that is made of a node may be wrong though nothing shows it; False where what is made of it is
+        not known: in the graph of a layer."""
+        if self.depth or node.graph is not self.top:
+            return False
+        todo, seen = [node], {node}
+        while todo:
+            new = [user for user in todo.pop().users if user not in seen]
+            seen.update(new)
+            todo += new
+        outputs = -1 if any(map(written_by, seen)) else self.reached(node)  # what shares written memory is no user
+        self.doubts.append(Doubt(marks, outputs))
+        return True
 
     def find(self, node: torch.fx.Node, axis: str, what: str, fix: str, birth: torch.fx.Node | None = None) -> None:
         """Note a finding at a node, when what came of it has arrived at an output."""

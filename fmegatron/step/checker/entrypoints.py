@@ -177,14 +177,15 @@ def check_traced(
         allow: as of `check`.
         like: a layout per output, or None, that it may turn out to have, where it may have any (`Report.found`).
     """
-    scope, graph = Scope(mesh), traced.graph_module.graph
+    graph = traced.graph_module.graph
+    scope = Scope(mesh, top=graph)
     shapes = [node.meta["val"].shape for node in graph.find_nodes(op="placeholder")]
     given = zip(traced.in_paths, in_layouts, shapes, strict=True)
     arguments = [replace(value_of(layout, shape), data=path in data) for path, layout, shape in given]
     results = [*zip(interpreted(scope, graph, arguments), traced.outputs, traced.out_paths, out_layouts, strict=True)]
     open_: dict[int, tuple[dict, dict]] = {}  # reason -> axes, outputs that depend on it (as ordered sets)
-    for value, node, path, layout in results:
-        for axis, origins in _compare(scope, value, node, path, layout).items():
+    for i, (value, node, path, layout) in enumerate(results):
+        for axis, origins in _compare(scope, value, node, path, layout, i).items():
             for origin in sorted(origins):
                 axes, paths = open_.setdefault(origin, ({}, {}))
                 axes[axis], paths[path] = None, None
@@ -200,7 +201,7 @@ def check_traced(
     found = tuple(
         (i, layout)
         for i, ((value, node, path, wanted), layout) in enumerate(zip(results, like, strict=False))
-        if layout is not None and wanted == ANYHOW and _has(scope, value, node, path, layout)
+        if layout is not None and wanted == ANYHOW and _has(scope, value, node, path, layout, i)
     )
     return Report(findings, tuple(one for one in kept if isinstance(one, Unproven)), silenced, found)
 
@@ -211,14 +212,14 @@ def _empty(layout: Layout) -> torch.Tensor:
         return labels.labelled(torch.empty(layout.local_shape(0), dtype=layout.dtype, device="cpu"), layout)
 
 
-def _has(scope: Scope, value: Value, node: Node, path: str, layout: Layout) -> bool:
+def _has(scope: Scope, value: Value, node: Node, path: str, layout: Layout, number: int) -> bool:
     """Whether an output is proven to have a layout; nothing is noted."""
     if layout.unreduced or node.meta["val"].dtype is not layout.dtype:
         return False
     if tuple(node.meta["val"].shape) != layout.local_shape(0):
         return False
     trial = replace(scope, findings={}, reasons=dict(scope.reasons))
-    return not _compare(trial, value, node, path, layout) and not trial.findings
+    return not _compare(trial, value, node, path, layout, number) and not trial.findings
 
 
 def _require_even(layout: Layout, who: str) -> None:
@@ -269,9 +270,10 @@ def check_call(
 
 
 def _compare(
-    scope: Scope, value: Value, node: Node, path: str, layout: Layout | Anyhow | None
+    scope: Scope, value: Value, node: Node, path: str, layout: Layout | Anyhow | None, number: int
 ) -> dict[str, frozenset[int]]:
-    """Notes findings where a value is not what its layout says -> axis -> reasons why that is not known."""
+    """Notes findings where the output of that number is not what its layout says -> axis -> reasons why that is not
+    known."""
     want, source = value_of(None if isinstance(layout, Anyhow) else layout, node.meta["val"].shape), node
     while source.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
         source = node_of(source.args[0])
@@ -279,6 +281,8 @@ def _compare(
     for axis in scope.mesh.names:
         if scope.mesh[axis] == 1:
             continue
+        if doubts := scope.doubted(number, axis):
+            unproven[axis] = doubts
         if isinstance(layout, Anyhow):
             kinds = (*_RANKS_OWN, Pending) if axis in layout.pending else _RANKS_OWN
             if isinstance(value.marks.get(axis), (*kinds, type(None))):
@@ -286,6 +290,7 @@ def _compare(
         mark = _difference(scope, value, want, axis, source, path)
         if isinstance(mark, (Suspect, Wrong)):
             scope.find(mark.node, axis, mark.what, mark.fix, mark.birth)
+            unproven.pop(axis, None)
         elif isinstance(mark, Unknown):
             unproven[axis] = mark.origins
     return unproven

@@ -91,6 +91,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             values[node] = _after(scope, node)
             if "sums" in node.meta:
                 values[node] = sizes.by_own_size(scope, node, values[node])
+            if "parts" in node.meta:
+                values[node] = sizes.of_places(scope, node, values[node])
             if scope.chunks:
                 chunks.after(scope, node)
             _write(scope, node)

@@ -238,7 +238,9 @@ def nll_loss_backward(scope: Scope, node: Node, given: dict) -> Value:
     """The gradient of the log-probabilities, linear in that of the loss."""
     g, x = given["grad_output"], given["self"]
     g = g.with_dims((*g.dims, ())) if g.dims else g
-    return elementwise(scope, node, "product", [g, _of(scope, node, x)])
+    rows = elementwise(scope, node, "function", [given["target"]])  # of the labels, which rows they are of
+    x = elementwise(scope, node, "product", [_of(scope, node, x), rows.with_dims((*rows.dims, ()))])
+    return elementwise(scope, node, "product", [g, x])
 
 
 # ---- ops along some dims ---------------------------------------------------------------------------------------------
@@ -350,6 +352,8 @@ def diagonal(scope: Scope, node: Node, given: dict) -> Value:
     """The diagonal of two dims, behind the others: a rank's part of one of them has another diagonal."""
     x = given["self"]
     dims = [given[name] % len(x.dims) for name in ("dim1", "dim2")]
+    blocks = {a: scope.vague(m.node, m.what) for a, m in x.marks.items() if isinstance(m, Suspect) and m.pairs}
+    x = x.marked(blocks)  # each row's pair with itself, where it is the diagonal of the two dims
     for dim in dims:
         x = along(scope, node, x, dim, "a diagonal")
     rest = [dim for d, dim in enumerate(x.dims) if d not in dims]

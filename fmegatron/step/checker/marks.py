@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import kinds, table
+from fmegatron.step.checker.completion import comes_from_another, may_be_completed, met_in_another_order, pieces_paired
 from fmegatron.step.checker.context import Scope, op_name, suspected
+from fmegatron.step.checker.entered import not_entered
 from fmegatron.step.checker.shares import NO_MEAN, is_one, is_share, no_mean, portion_after, shared
 from fmegatron.step.checker.sizes import Known
 from fmegatron.step.checker.values import (
@@ -48,8 +50,6 @@ FLIPPED = MappingProxyType({"max": "min", "min": "max"})
 _TERMS = frozenset(("sum", "beside", "select"))  # kinds in which operands stand for terms, and a zero for none
 # Functions of a pending sum that a right step may correct later (counts, ratios): suspects, no findings at once.
 _CORRECTED = frozenset("clamp clamp_min clamp_max maximum minimum reciprocal sign sgn threshold".split())
-_NO_ENTER = "adds a share of a sum over the ranks, through which its gradient goes back as that of one rank's term"
-_ENTER = "enter(psum(x, axis), axis) sums the gradients of all ranks; a term of each rank alone needs neither"
 # As many of these additions as there are other ranks make the sum complete, and a psum of it n times too large; a graph
 # does not show whether their number was meant to be that of the ranks.
 _RING = "adds terms of a sum that came from other ranks: whether a ring has made it complete cannot be told"
@@ -72,7 +72,8 @@ _POWERS = MappingProxyType({"sqrt": (1, 2), "square": (2, 1), "inverse": (-1, 1)
 def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds: bool = False) -> Mark | None:
     """What decides over all else, whatever the op does: a finding upstream, something unproven, a suspect.
 
-    adds: the op adds values; what is added by the rank's index may be what a part lacks (the offset of a scan).
+    adds: the op adds values, or puts them side by side; what is added by the rank's index may be what a part lacks (the
+    offset of a scan). Of blocks this may be what came from another rank, whatever the op does.
     """
     marks = [v.marks.get(axis) for v in values]
     wrong = next((m for m in marks if isinstance(m, Wrong)), None)
@@ -80,6 +81,10 @@ def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds
         return wrong
     open_ = [m for m in marks if isinstance(m, Unknown)]
     if open_:
+        if scope.cuts and (found := pieces_paired(scope, node, axis)) is not None:
+            return found
+        if scope.reordered and (found := met_in_another_order(scope, node, values, axis)) is not None:
+            return found
         origins = frozenset().union(*(m.origins for m in open_))
         equal = all(
             m.equal if isinstance(m, Unknown) else v.replicated(axis) for m, v in zip(marks, values, strict=True)
@@ -89,11 +94,19 @@ def strongest(scope: Scope, node: Node, values: Sequence[Value], axis: str, adds
     suspect = next((m for m in marks if isinstance(m, Suspect)), None)
     if suspect is None:
         return None
-    first = any(isinstance(m, First) for m in marks)  # of the first rank a part may be just the beginning of the whole
-    if first or (adds and any(isinstance(m, Varying) for m in marks)) or _corrected(scope, node, suspect, axis):
+    # Of the first rank a part may be just the beginning of the whole.
+    if any(isinstance(m, First) for m in marks) or _corrected(scope, node, suspect, axis):
+        return scope.unknown(suspect.node, f"{suspect.what}; whether what corrects it does so is not known")
+    if any(isinstance(m, Varying) for m in marks) and (adds or (suspect.blocks and _are_sent(scope, node, axis))):
         return scope.unknown(suspect.node, f"{suspect.what}; whether what corrects it does so is not known")
     own = any(isinstance(m, Pending) and m.kind in FLIPPED and m.birth in suspect.births for m in marks)
     return scope.unknown(suspect.node, f"{suspect.what}, and is combined with it again") if own else suspect
+
+
+def _are_sent(scope: Scope, node: Node, axis: str) -> bool:
+    """Whether what a node combines with a rank's own block came from another rank."""
+    given = [n for n in node.all_input_nodes if isinstance(v := scope.values.get(n), Value) and v.is_(axis, Varying)]
+    return any(comes_from_another(n, axis) for n in given)
 
 
 def _corrected(scope: Scope, node: Node, suspect: Suspect, axis: str) -> bool:
@@ -220,6 +233,8 @@ def _extrema(scope, node, kind, values, axis, pending, others) -> Mark | None:
         return first if rises else flipped
     if alone and (kind == "product" or (kind == "quotient" and values[0].pending(axis))):
         factor = others[0].constant
+        if factor is None and not may_be_completed(scope, node, axis):
+            return _misused(scope, node, first, axis, "is multiplied")
         if factor is None:
             return scope.unknown(node, f"multiplies a pending {first.kind} by a value of unknown sign")
         return first if factor >= 0 else flipped
@@ -271,45 +286,6 @@ def _own_reduction(scope: Scope, node: Node, axis: str, birth: Node | None) -> b
     values = [(n, scope.values.get(n)) for n in node.all_input_nodes]
     complete = [n for n, v in values if isinstance(v, Value) and v.replicated(axis)]
     return birth is not None and any(scope.corrects(n, axis, frozenset((birth,))) for n in complete)
-
-
-def not_entered(scope: Scope, node: Node, axis: str) -> Unknown | None:
-    """The mark of an equal term of a sum that is made of a psum over the axis, of parameters, through which its
-    gradient goes back without a psum: an `enter`, which is a view to the same shape, would make one."""
-    todo, seen = [n for n in node.all_input_nodes if is_share(scope.values.get(n), axis)], set()
-    while todo:
-        one = todo.pop()
-        if one in seen or one.op != "call_function" or _ends_gradient(one):
-            continue
-        seen.add(one)
-        collective = kinds.collective_of(one.target)
-        if collective is table.PSUM and axis in items_of(one.args[1]) and _of_parameters(one):
-            return scope.unknown(node, _NO_ENTER, _ENTER)._replace(gradient=True)
-        todo += one.all_input_nodes
-    return None
-
-
-def _ends_gradient(node: Node) -> bool:
-    """Whether no gradient goes back through a node, or an `enter` sums it there."""
-    name, source = op_name(node), node.all_input_nodes[:1]
-    same = name == "view" and source[0].meta["val"].shape == node.meta["val"].shape
-    return same or (name == "detach" and source[0].op != "placeholder")
-
-
-def _of_parameters(node: Node) -> bool:
-    """Whether a node depends on what has a gradient: an input that was detached to have one."""
-    todo, seen = [node], set()
-    while todo:
-        one = todo.pop()
-        if one in seen or one.op != "call_function":
-            continue
-        seen.add(one)
-        if op_name(one) == "detach":
-            if one.all_input_nodes[0].op == "placeholder":
-                return True
-            continue
-        todo += one.all_input_nodes
-    return False
 
 
 def _state(values: Sequence[Value], axis: str) -> str:

@@ -35,7 +35,7 @@ from fmegatron.step.checker.dims import (
 )
 from fmegatron.step.checker.pieces import covering
 from fmegatron.step.checker.reductions import along
-from fmegatron.step.checker.values import Mark, Somewhere, Value, Wrong
+from fmegatron.step.checker.values import Mark, Somewhere, Unknown, Value, Wrong
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
 Node = torch.fx.Node
@@ -195,7 +195,9 @@ def _piece(scope: Scope, node: Node, x: Value, atoms: Dim, what: str, dim: int, 
     for axis in sorted(over(atoms)):
         fix = f"all_gather the dim over {axis!r} first, or shard it in parts that meet there"
         sent = covered or goes_round(node, axis)
-        marks[axis] = scope.unknown(node, what) if sent else suspected(node, what, fix)
+        marks[axis] = mark = scope.unknown(node, what) if sent else suspected(node, what, fix)
+        if isinstance(mark, Unknown) and covered and not x.data and not node.meta.get("backward"):
+            scope.cuts |= dict.fromkeys(mark.origins, (node_of(node.args[0]), dim, what))
     return x.marked(marks)
 
 
@@ -395,13 +397,27 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
     rest = [d for i, d in enumerate(x.dims) if i != dim]
     x = elsewhere(x, [d - (d > dim) for d in range(len(x.dims))])
     what = "takes one of what a collective brought together"
-    marks: dict[str, Mark] = {fold.axis: scope.unknown(node, what) for fold in folds_of(atoms) if fold.kind != "copies"}
+    marks: dict[str, Mark] = {
+        fold.axis: suspected(node, what, f"{fold.kind} along the dim") if _alone(scope, node, fold.node)
+        else scope.unknown(node, what)
+        for fold in folds_of(atoms) if fold.kind != "copies"
+    }  # fmt: skip
     what = f"takes one index of dim {dim}, which is sharded"
     for axis in sorted(over(atoms)):
         fix = f"all_gather the dim over {axis!r} first, or use axis_index and declare"
         sent = covered or goes_round(node, axis)
         marks[axis] = scope.unknown(node, what) if sent else suspected(node, what, fix)
     return x.marked(marks).with_dims(rest)
+
+
+def _alone(scope: Scope, node: Node, gather: Node) -> bool:
+    """Whether what a collective brought together is used by this node alone, which takes one index of it."""
+    while node is not gather:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or len([user for user in source.users if user in scope.live]) != 1:
+            return False
+        node = source
+    return True
 
 
 def slice_backward(scope: Scope, node: Node, given: dict) -> Value:

@@ -21,7 +21,8 @@ from fmegatron.step.checker.ahead import gradient_of_logcumsumexp
 from fmegatron.step.checker.arithmetic import elementwise
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, as_value, op_name, shape_of
 from fmegatron.step.checker.dims import Atom, canonical, folds_of, joined, numbers_along, plain, size_of
-from fmegatron.step.checker.marks import FLIPPED, not_entered, raised, scaled, sized
+from fmegatron.step.checker.entered import not_entered
+from fmegatron.step.checker.marks import FLIPPED, raised, scaled, sized
 from fmegatron.step.checker.movement import expanded
 from fmegatron.step.checker.shares import counted_rows, is_share
 from fmegatron.step.checker.values import (
@@ -394,13 +395,17 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     loss = given["self"]
     shares = [a for a in scope.mesh.names if is_share(loss, a)]
     numbers = ("number", "maybe", "equal")
-    owed = {a: "owed, of a mean" if loss.portion.get(a) in numbers else "owed" for a in sorted(loss.having(Pending))}
+    as_wrong = {a: m for a, m in loss.marks.items() if isinstance(m, Suspect) and m.gradient}
+    wrong = {a: m for a, m in loss.marks.items() if isinstance(m, (Suspect, Wrong)) and a not in as_wrong}
+    why = "a gradient of that is none of the whole"  # which may not show in it
+    doubts = {a: scope.unknown(m.node, f"{m.what}; {why}") for a, m in wrong.items()}
+    known = not doubts or scope.doubt(node, doubts)
+    parts = sorted({*loss.having(Pending), *(wrong if known else ())})  # of each rank's own term, right or wrong
+    owed = {a: "owed, of a mean" if loss.portion.get(a) in numbers else "owed" for a in parts}
     excess = {a: e for a, e in loss.excess.items() if a not in shares}
     out = replace(out, excess=excess or NOTHING, portion={**owed, **dict.fromkeys(shares, "owed")})
     open_: dict[str, Mark | None] = {a: mark for a in shares if (mark := not_entered(scope, node, a)) is not None}
-    for axis, mark in loss.marks.items():
-        if isinstance(mark, (Suspect, Wrong)):  # what it was computed from may not show in the gradient
-            open_[axis] = scope.unknown(mark.node, f"{mark.what}; a gradient of that is none of the whole")
+    open_ |= as_wrong if known else {**as_wrong, **doubts}
     return out.marked(open_ | {a: m for a, m in loss.marks.items() if isinstance(m, Unknown) and m.gradient})
 
 

@@ -3,13 +3,14 @@
 A sum, maximum or minimum over a sharded dim is pending over its axes, and exact. A mean is a pending sum that is n
 times too large (`marks.py`). Proofs unless something corrects them before an output: variances, products and softmax
 of a part, a scan that starts anew on each rank (its last element, a sum, would forgive it). Open: order within a part
-(sort, topk, positions of a maximum, a flip, a roll), which a step may use for its own rows, and which a sum over all
-elements does not see. Findings of products are proofs (`contraction`).
+(sort, a flip, a roll), which a step may use for its own rows, and which a sum over all elements does not see; the
+largest k, or the position of a maximum, where another rank's may come in (`completion.py`). Findings of products are
+proofs (`contraction`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from fmegatron.step.checker.arithmetic import contraction, elementwise
+from fmegatron.step.checker.completion import may_be_completed
 from fmegatron.step.checker.context import Rule, Rules, Scope, op_name, suspected
 from fmegatron.step.checker.dims import UNIFORM, Dim, folds_of, over, plain, size_of, unfolded
 from fmegatron.step.checker.marks import excess_after, raised
@@ -48,6 +50,8 @@ _SCALES = MappingProxyType(
 _MEANING = "all_gather it, or work with pmax and psum as in vocabulary-parallel cross-entropy"
 _LINEAR = frozenset("cumsum flip rev roll".split())  # rev: what a flip is after decomposition
 _ORDER = frozenset("sort topk argsort kthvalue flip rev roll".split())
+_TURNED = frozenset("flip rev roll".split())
+_CHOSEN = frozenset("topk kthvalue median nanmedian mode argmax argmin".split())
 _ORDER_VALUES = frozenset("sort topk kthvalue median nanmedian mode".split())
 
 
@@ -84,7 +88,9 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
 
 def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind: str, keep: bool) -> Mark | None:
     mark = x.marks.get(axis)
-    if isinstance(mark, (Wrong, Unknown, Suspect, Varying)):
+    if isinstance(mark, Suspect):
+        return mark._replace(pairs=False) if mark.pairs else mark
+    if isinstance(mark, (Wrong, Unknown, Varying)):
         return mark
     if isinstance(mark, Somewhere):
         among = set(range(len(x.dims))) if mark.dims is None else set(mark.dims)
@@ -112,6 +118,8 @@ def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind:
         return Pending("sum", node)
     if kind == "order":
         why = f"{op_name(node)} over a sharded dim tells of a rank's own part only"
+        if op_name(node) in _CHOSEN and not node.meta.get("backward") and not may_be_completed(scope, node, axis):
+            return suspected(node, why, _MEANING)
         return scope.unknown(node, why, own=op_name(node) in _ORDER_VALUES)
     return suspected(node, f"{kind} over a sharded dim", f"all_gather the dim over {axis!r} first")
 
@@ -176,10 +184,30 @@ def along(scope: Scope, node: Node, x: Value, dim: int, what: str, order: bool =
             )
     if not marks:
         return x
+    if order and not node.meta.get("backward"):
+        marks |= _without_completion(scope, node, x, dim, marks)
     out = x.marked(marks)
     dims = list(out.dims)
     dims[dim] = unfolded(dims[dim])
     return replace(out, dims=tuple(dims))
+
+
+def _without_completion(scope: Scope, node: Node, x: Value, dim: int, marks: Mapping[str, Mark]) -> dict[str, Mark]:
+    """Of what only orders: the largest k of fewer than all that a rank has are no largest k of all, if no other rank's
+    come in; what turns a part round in itself is noted, as another may meet it."""
+    found: dict[str, Mark] = {}
+    results = node.meta["val"]
+    shape = tuple((results[0] if isinstance(results, (list, tuple)) else results).shape)
+    fewer = op_name(node) in _CHOSEN and (len(shape) < len(x.dims) or shape[dim] < size_of(x.dims[dim]))
+    for axis in over(x.dims[dim]):
+        mark = marks.get(axis)
+        if not isinstance(mark, Unknown):
+            continue
+        if fewer and not may_be_completed(scope, node, axis):
+            found[axis] = suspected(node, f"{op_name(node)} over a sharded dim", _MEANING)
+        elif op_name(node) in _TURNED:
+            scope.reordered |= dict.fromkeys(mark.origins, node)
+    return found
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -224,6 +252,10 @@ def ordered(scope: Scope, node: Node, given: dict) -> Any:
     name, x = op_name(node), given["self"] if "self" in given else given["a"]  # prims call it a
     out = elementwise(scope, node, "same" if name in _LINEAR else "function", [x])
     out = replace(out, constant=None, ramp=False)
+    if name not in _ORDER:
+        out = out.marked(
+            {a: m._replace(pairs=False) for a, m in out.marks.items() if isinstance(m, Suspect) and m.pairs}
+        )
     return _results(node, _all_of(scope, node, out, given), given)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmegatron.step.checker.context import Scope, op_name
+from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.dims import UNIFORM, Dim, over, size_of
 from fmegatron.step.checker.values import NOTHING, First, Pending, Suspect, Unknown, Value, Wrong
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
@@ -26,6 +26,10 @@ _SHAPED = _FILLED.union(
 )
 _ALONG = frozenset("select slice roll narrow split split_with_sizes unfold topk kthvalue".split())
 _SUM = "its number is a sum with a size of a rank's part, which on one rank is no multiple of it"
+_VIEWS = ("view", "_unsafe_view", "reshape")
+_MOVED_ON = "moves places on by a size of a rank's part, which on one rank is that of the whole dim"
+_PERMUTED = "a permutation made of a size of a rank's part is another on each number of ranks"
+_OF_ALL = "the same with the size of the whole dim: n * axes[name].size - 1 for n - 1"
 
 
 class Known(NamedTuple):
@@ -178,8 +182,44 @@ def by_own_size(scope: Scope, node: Node, found: Any) -> Any:
         axes = frozenset() if bounded else axes.difference(*(x.axes().union(x.index_of) for x in xs))
     if not axes:
         return found
-    mark = scope.vague(node, _SUM)
+    alone = name in ("mul", "div") and all(float(n).is_integer() for n, _ in node.meta["sums"]) and _alone(node)
+    mark = suspected(node, _SUM, _OF_ALL)._replace(births=frozenset()) if alone else scope.vague(node, _SUM)
     return [_marked(v, axes, mark) for v in found] if isinstance(found, list) else _marked(found, axes, mark)
+
+
+def of_places(scope: Scope, node: Node, found: Any) -> Any:
+    """Of whole numbers, which are places: moved on by a size of a rank's part they are those of another rank, where on
+    one rank they are those of another round; and taken apart by such a size, and put together in another order, a
+    permutation that is another on each number of ranks. Of both nothing is known."""
+    name = op_name(node)
+    if name not in ("add", "sub", *_VIEWS) or not isinstance(found, Value) or found.marks:
+        return found
+    if node.meta["val"].is_floating_point() or node.meta.get("backward"):
+        return found
+    made = [_powers(scope, whole, of, ranks, 1) for whole, of, ranks in node.meta["parts"]]
+    axes = frozenset[str]().union(*(known.over for known in made if known is not None))
+    if name in _VIEWS:
+        axes = axes if _is_permuted(node) else frozenset()
+        return _marked(found, axes - found.sharded, scope.vague(node, _PERMUTED)) if axes else found
+    axes &= found.sharded
+    return _marked(found, axes, scope.vague(node, _MOVED_ON)) if axes else found
+
+
+def _is_permuted(view: Node) -> bool:
+    """Whether what a view takes apart is put together again in another order of its dims."""
+    for one in view.users:
+        behind = list(one.users) if op_name(one) in ("permute", "transpose", "t") else []
+        behind += [user for n in behind if op_name(n) == "clone" for user in n.users]
+        if any(op_name(n) in _VIEWS and n.meta["val"].dim() < view.meta["val"].dim() for n in behind):
+            return True
+    return False
+
+
+def _alone(node: Node) -> bool:
+    """Whether no other op than this, and its gradient, is given a sum with a size: nothing makes up for it."""
+    others = [n for n in node.graph.nodes if n.meta.get("sums") and n.meta.get("seq_nr") != node.meta.get("seq_nr")]
+    given = node.all_input_nodes
+    return not others and bool(given) and all(n.meta["val"].is_floating_point() for n in given)
 
 
 def _marked(x: Any, axes: frozenset[str], mark: Any) -> Any:

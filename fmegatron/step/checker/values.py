@@ -77,7 +77,9 @@ class Suspect(NamedTuple):
     parts that is rescaled by their maxima). A finding when it arrives at an output without having met one.
 
     node: the line to name; what, fix: as in `Finding`.  birth: from where on it was pending.  births: nodes whose
-    reduction over the ranks a correction would use.
+    reduction over the ranks a correction would use.  blocks: of all pairs of two parts it has those of its own.  pairs:
+    and they stand there one by one, so that some may be all there are (a diagonal).  gradient: of a loss, that its
+    gradient is as wrong.
     """
 
     node: Node
@@ -85,6 +87,9 @@ class Suspect(NamedTuple):
     fix: str
     birth: Node | None
     births: frozenset[Node]
+    blocks: bool = False
+    pairs: bool = False
+    gradient: bool = False
     words = "varying"
 
 
