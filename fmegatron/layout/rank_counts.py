@@ -34,11 +34,19 @@ class SizeOf(NamedTuple):
 
 
 class SumOf(NamedTuple):
-    """A number that is a sum (or a rest, or a quotient without one) of such products. terms: ((key, power), ...) of
-    each, () of a plain number. number: what it is here, by which sums of the same terms differ."""
+    """A number that is a sum (or a rest, or a quotient with one) of such products. terms: ((key, power), ...) of
+    each, () of a plain number. number: what it is here, by which sums of the same terms differ. parts: what each term
+    is here, of which it is the sum; () of a rest or a quotient."""
 
     terms: tuple[tuple[tuple[Any, Fraction], ...], ...]
     number: float
+    parts: tuple[float, ...] = ()
+
+    @property
+    def sized(self) -> bool:
+        """Whether there is a size of a rank's part in it, and not only numbers of ranks."""
+        keys = [key for one in self.terms for key, _ in one]
+        return any(isinstance(key, SizeOf) or (isinstance(key, SumOf) and key.sized) for key in keys)
 
 
 def ranks_along(names: Sequence[str], sizes: Sequence[int]) -> int:
@@ -64,9 +72,9 @@ def of_sizes(number: Any) -> Mapping[SizeOf, Fraction]:
 
 def of_sums(number: Any) -> Mapping[SumOf, Fraction]:
     """{sum: power} of the sums with sizes of a rank's parts that a number is made of; empty for any other."""
-    if not isinstance(number, (RankCount, RankShare)):
+    if not isinstance(number, (RankCount, RankShare)) or not number:
         return MappingProxyType({})
-    return {key: power for key, power in number.over if isinstance(key, SumOf)}
+    return {key: power for key, power in number.over if isinstance(key, SumOf) and key.sized}
 
 
 def plain(x: Any) -> Any:
@@ -107,21 +115,21 @@ class _OfRanks:
         return _with(_over(self), -_plain(self))
 
     def __add__(self, other: Any) -> Any:
-        return _sum(_plain(self) + _plain(other), self, other) if _is_number(other) else NotImplemented
+        return _sum(_plain(self) + _plain(other), self, other, 1) if _is_number(other) else NotImplemented
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return _sum(_plain(self) - _plain(other), self, other) if _is_number(other) else NotImplemented
+        return _sum(_plain(self) - _plain(other), self, other, -1) if _is_number(other) else NotImplemented
 
     def __rsub__(self, other: Any) -> Any:
-        return _sum(_plain(other) - _plain(self), other, self) if _is_number(other) else NotImplemented
+        return _sum(_plain(other) - _plain(self), other, self, -1) if _is_number(other) else NotImplemented
 
     def __mod__(self, other: Any) -> Any:
-        return _sum(_plain(self) % _plain(other), self, other) if _is_number(other) else NotImplemented
+        return _sum(_plain(self) % _plain(other), self, other, 0) if _is_number(other) else NotImplemented
 
     def __rmod__(self, other: Any) -> Any:
-        return _sum(_plain(other) % _plain(self), other, self) if _is_number(other) else NotImplemented
+        return _sum(_plain(other) % _plain(self), other, self, 0) if _is_number(other) else NotImplemented
 
     def __floordiv__(self, other: Any) -> Any:
         return _floor(self, other) if _is_number(other) else NotImplemented
@@ -170,20 +178,25 @@ def _made(number: Any, a: Any, b: Any, sign: int) -> Any:
     return _with(over, number)
 
 
-def _sum(number: Any, a: Any, b: Any) -> Any:
-    """A sum or rest: of equal products it is one, with a plain 0 it is the other, and 0 is plain."""
+def _sum(number: Any, a: Any, b: Any, sign: int) -> Any:
+    """A sum or rest: of equal products it is one, with a plain 0 it is the other, and 0 is plain. sign: of the second
+    term; 0: it is a rest."""
     one, other = _over(a), _over(b)
     is_one = one == other or (not other and not _plain(b)) or (not one and not _plain(a))
-    return _of_terms(number, one, other, is_one=is_one)
+    return _of_terms(number, one, other, is_one, (_plain(a), sign * _plain(b)) if sign else ())
 
 
-def _of_terms(number: Any, one: Mapping[_Key, Fraction], other: Mapping[_Key, Fraction], is_one: bool) -> Any:
+def _of_terms(
+    number: Any, one: Mapping[_Key, Fraction], other: Mapping[_Key, Fraction], is_one: bool, parts: tuple = ()
+) -> Any:
     """is_one: it is a multiple of the first term, or of the second where that is plain."""
-    if not any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other)):
+    if not one and not other:
         return number
     if is_one:
-        return _with(one or other, number)
-    return _with({SumOf((tuple(one.items()), tuple(other.items())), number): Fraction(1)}, number)
+        return (
+            _with(one or other, number) if any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other)) else number
+        )
+    return _with({SumOf((tuple(one.items()), tuple(other.items())), number, parts): Fraction(1)}, number)
 
 
 def _floor(a: Any, b: Any) -> Any:
@@ -198,9 +211,14 @@ def _over(x: Any) -> dict[_Key, Fraction]:
 
 def _with(over: Mapping[_Key, Fraction], number: Any) -> Any:
     left = tuple((key, power) for key, power in over.items() if power)
-    if not left or not number or not _is_number(number):
+    if not left or not _is_number(number) or not (number or [key for key, _ in left if _is_zero(key)]):
         return number
     return RankCount(number, left) if isinstance(number, int) else RankShare(number, left)
+
+
+def _is_zero(key: _Key) -> bool:
+    """Whether it is a sum that is 0 here, and on other numbers of ranks another."""
+    return isinstance(key, SumOf) and not key.number
 
 
 OF_RANKS = (RankCount, RankShare)

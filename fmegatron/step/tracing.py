@@ -242,6 +242,7 @@ _BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
 _AS_OF, _OF_RANKS, _OF_TORCH = "fmegatron_line", "fmegatron_ranks", "fmegatron_sizes"
 _OF_NUMBER = "fmegatron_count_of_number"
 _OF_PARTS, _OF_SUMS, _OF_GRADIENT, _ONE = "fmegatron_parts", "fmegatron_sums", "fmegatron_gradient", Fraction(1)
+_OF_MADE = "fmegatron_made"
 
 
 def as_of(line: str) -> contextlib.AbstractContextManager:
@@ -372,8 +373,10 @@ def _noted(given: Sequence) -> dict[str, Any]:
     known: dict[str, Any] = {} if over is None else {_OF_RANKS: over}
     if sizes and (found := [one for a in sizes if (one := _of_parts(a))]):
         known[_OF_PARTS] = tuple(found)
-    if sums := tuple([one for a in _numbers_in(given) if (one := _of_sums(a))]):
-        known[_OF_SUMS] = sums
+    if numbers := _numbers_in(given):
+        known[_OF_MADE] = tuple([(rank_counts.plain(a), _made_of(a.over)) for a in numbers])
+        if sums := tuple([one for a in numbers if (one := _of_sums(a))]):
+            known[_OF_SUMS] = sums
     return known
 
 
@@ -396,6 +399,25 @@ def _of_sums(number: Any) -> tuple | None:
     sums = rank_counts.of_sums(number)
     term = _term(number.over) if sums else None
     return None if term is None else (float(rank_counts.plain(number)), term)
+
+
+def _made_of(over: Iterable[tuple[Any, Fraction]]) -> tuple | None:
+    """Of what a number is made: (names of nodes, dims and powers of sizes; powers of numbers of ranks; ((number, (what
+    each of its terms is here, of what), ...), power) of sums). None where that is not all of this graph, or a rest."""
+    sizes, ranks, sums = [], [], []
+    for key, power in over:
+        if isinstance(key, str):
+            ranks.append((key, power))
+        elif isinstance(key, rank_counts.SizeOf):
+            if key.node.graph is not of_torch.recorded_graph():
+                return None
+            sizes.append((key.node.name, key.dim, power))
+        else:
+            terms = [_made_of(one) for one in key.terms]
+            if not key.parts or None in terms:
+                return None
+            sums.append((rank_counts.plain(key.number), tuple(zip(key.parts, terms, strict=True)), power))
+    return tuple(sizes), tuple(ranks), tuple(sums)
 
 
 def _term(over: Iterable[tuple[Any, Fraction]]) -> tuple | None:
@@ -441,8 +463,9 @@ def _set_lines(graph_module) -> None:
     is known of sizes that torch took itself: "rows", it divides by those that it was given; "ones", dims of size 1 that
     its views add have it on any number of ranks. meta["parts"]: of the numbers that it was given and that are made of
     sizes of a rank's parts (number, ((name of a node, dim, power), ...), ((axis, power), ...)); meta["sums"]: of those
-    that are made of sums with such sizes (number, a term, see `_of_sums`); meta["asked"]: dims of
-    its result whose size Python was told as a plain number. meta["of_gradient"]: whether autograd asked for it."""
+    that are made of sums with such sizes (number, a term, see `_of_sums`); meta["made"]: of all that are made of any
+    (number, of what, see `_made_of`); meta["asked"]: dims of its result whose size Python was told as a plain number.
+    meta["of_gradient"]: whether autograd asked for it."""
     forward_line, of_forward = {}, {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
@@ -454,7 +477,7 @@ def _set_lines(graph_module) -> None:
         stated = node.meta.get("custom", {}).get(_AS_OF)
         custom, number = node.meta.get("custom", {}), node.meta.get("seq_nr", -1)
         known = {"ranks": custom.get(_OF_RANKS), "sizes": custom.get(_OF_TORCH), "parts": custom.get(_OF_PARTS)}
-        known["sums"] = custom.get(_OF_SUMS)
+        known["sums"], known["made"] = custom.get(_OF_SUMS), custom.get(_OF_MADE)
         known["times"] = custom.get(_OF_NUMBER)
         known = of_forward.get(number, {}) if of_backward else (of_forward.setdefault(number, known), known)[1]
         node.meta.update((key, one) for key, one in known.items() if one is not None)

@@ -158,6 +158,7 @@ class Scope:
     turns: dict[torch.fx.Node, Any] = field(default_factory=dict)  # see `turns.py`
     beside: set[torch.fx.Node] = field(default_factory=set)  # nodes that have such operands
     chunks: dict[Any, Any] = field(default_factory=dict)  # see `chunks`
+    positions: Any = None  # see `positions.py`; None: of a graph that has none
     depth: int = 0  # of ops that are made of others
     completed: dict[tuple, bool] = field(default_factory=dict)  # see `completion.py`
     reordered: dict[int, torch.fx.Node] = field(

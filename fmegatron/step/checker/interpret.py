@@ -26,6 +26,7 @@ from fmegatron.step.checker import (
     movement,
     padding,
     pointwise,
+    positions,
     ranges,
     reductions,
     sizes,
@@ -67,6 +68,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     kinds.require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
     values, arguments = scope.values, iter(arguments)
     read = sizes.read(graph)
+    scope.positions = positions.begin(scope.mesh, graph)
     _mark_live(scope, graph, read)
     inputs = {node: node.all_input_nodes for node in graph.nodes}
     uses = Counter(itertools.chain.from_iterable(inputs.values()))
@@ -93,14 +95,15 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
                 values[node] = sizes.by_own_size(scope, node, values[node])
             if "parts" in node.meta:
                 values[node] = sizes.of_places(scope, node, values[node])
-            if scope.chunks:
+            known = scope.positions is not None and positions.after(scope, node)
+            if scope.chunks and not known:
                 chunks.after(scope, node)
             _write(scope, node)
         if node.name in read and node in values:
             sizes.note(scope, node, values[node])
         for source in sources:
             uses[source] -= 1
-            if not uses[source]:
+            if not uses[source] and scope.positions is None:
                 del values[source]
     raise AssertionError("graph: no output node")
 
@@ -393,6 +396,8 @@ def _overwrite(scope: Scope, node: Node, target: Node, new: Value | None) -> Non
             continue
         if storage_of(meta) != storage:
             continue
+        if scope.positions is not None:
+            positions.written(scope, other)
         if scope.beside:
             ranges.written(scope, other)
             turns.written(scope, other)

@@ -240,6 +240,8 @@ def index_put(scope: Scope, node: Node, given: dict) -> Value | None:
     indices = {d: i for d, i in enumerate(given["indices"]) if i is not None}
     base, g, shape, used = given["self"], given["values"], shape_of(node), sorted(indices)
     count = max(len(i.dims) for i in indices.values())
+    if len(used) == 1 and used[0] and given["accumulate"] and base.constant == 0 and not indices[used[0]].ramp:
+        return _put_behind(scope, node, g, indices[used[0]], used[0])
     if used != list(range(len(used))) or len(g.dims) > count + len(shape) - len(used):
         return None
     rows = g.with_dims(g.dims[: max(0, len(g.dims) - (len(shape) - len(used)))])
@@ -256,6 +258,16 @@ def index_put(scope: Scope, node: Node, given: dict) -> Value | None:
     behind = g.dims[len(g.dims) - (len(shape) - len(used)) :] if len(shape) > len(used) else ()
     dims = [own.get(d) or plain(shape[d]) for d in used]
     return accumulated(scope, node, g, at, summed, (*dims, *behind))
+
+
+def _put_behind(scope: Scope, node: Node, g: Value, index: Value, dim: int) -> Value | None:
+    """Values added up in zeros along a dim that is not the first, by one index."""
+    shape, count = shape_of(node), len(index.dims)
+    if len(g.dims) != len(shape) - 1 + count:
+        return None
+    rows = [_together(a, b) for a, b in zip(g.dims[dim : dim + count], index.dims, strict=True)]
+    dims = (*g.dims[:dim], plain(shape[dim]), *g.dims[dim + count :])
+    return accumulated(scope, node, g, replace(index, index_of=()), rows, dims)
 
 
 def _counted_dim(index: Value) -> int:
