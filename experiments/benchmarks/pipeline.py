@@ -5,9 +5,10 @@
 
 Model `small` (peers/decoder.py), fp32, 2 ranks, 4 microbatches. Two forms alternate on both ranks; a time ratio is the
 median over rounds of ours / the other, each the slowest rank's. Before anything is timed, both must print the same
-losses. Exact lines: messages and bytes of a step, layers that are compiled, clocks of tables, and the time that the
-host takes for an action beside what it computes. JSON lines on stdout, a table on stderr. --quick: a tiny model in fp64
-and one round, to see that everything runs and is equal.
+losses. Exact lines: messages and bytes of a step, layers that are compiled, clocks of tables, how often weights travel
+where they are gathered once, and the time that the host takes for an action beside what it computes. Deep: seconds of
+the processor until a step of 126 blocks on 32 stages is traced, cut and checked. JSON lines on stdout, a table on
+stderr. --quick: a tiny model in fp64 and one round, to see that everything runs and is equal.
 """
 
 import contextlib
@@ -76,9 +77,8 @@ def race(rank: int, names: tuple[str, str], sizes: Sizes, backend: str, rounds: 
 
 
 # ---- what is exact ---------------------------------------------------------------------------------------------------
-def plan_of(schedule: str, sizes: Sizes, ranks: int):
+def plan_of(value: step.Description):
     """How our step by stages is computed."""
-    value = described(schedule, sizes, ranks)
     empty = tree.map(
         lambda of: torch.empty(of.local_shape(0), dtype=of.dtype, device="meta"),
         tree.layouts((value.state, value.batch)),
@@ -94,7 +94,7 @@ def counts(sizes: Sizes, where: str) -> None:
     """Messages, bytes, compiled layers, clocks."""
     config, _, batch = sizes.setup()
     for schedule, ranks in (("1f1b", 2), ("zb_h1", 2)):
-        plan = plan_of(schedule, sizes, ranks)
+        plan = plan_of(described(schedule, sizes, ranks))
         sent = messages(plan.table)
         report(f"{schedule}_messages", [len(sent)], unit="messages", bar=f"<= {2 * (ranks - 1) * M}", where=where)
         pairs = {"F": plan.parts.forward, "B": plan.parts.backward}
@@ -113,7 +113,43 @@ def counts(sizes: Sizes, where: str) -> None:
         bar="<= 0.93",
         where="p=4 m=8",
     )
-    host(plan_of("zb_h1", Sizes("least"), 2), where)
+    gathers(where)
+    host(plan_of(described("zb_h1", Sizes("least"), 2)), where)
+
+
+def deep(quick: bool) -> None:
+    """How long a step of many blocks is traced, cut and checked, in seconds of the processor."""
+    layers, ranks = (4, 2) if quick else (126, 16)
+    decoder, parts = model.llama(256, 32, layers, 4, 4, 64, 16), step.Pipelining("interleaved", chunks=2).of(2 * ranks)
+    value = model.build(decoder, optim.adamw(LR), Mesh(pp=ranks), (2 * ranks, decoder.max_seq), microbatches=parts)
+    began = time.process_time()
+    found = step.check(value)
+    taken = time.process_time() - began
+    assert found.ok, found
+    bar = None if quick else "<= 10"
+    report(
+        "trace_cut_check", [taken], unit="s", bar=bar, where=f"{layers} blocks, p={ranks} v=2", note="processor time"
+    )
+
+
+def moves_weights(node) -> bool:
+    """Whether a node gathers or reduces."""
+    return any(name in str(node.target) for name in ("all_gather", "reduce_scatter"))
+
+
+def gathers(where: str) -> None:
+    """Collectives of a step on the busiest rank, of weights and gradients under ZeRO-3, by how often they are made."""
+    found = {}
+    for often in ("use", "step"):
+        parts = step.Pipelining(gather=often).of(M)
+        mesh = Mesh(pp=2, fsdp=2)
+        value = model.build(model.llama(256, 32, 4, 4, 4, 64, 16), optim.adamw(LR), mesh, (16, 16), strategy="zero3",
+                            microbatches=parts)  # fmt: skip
+        plan = plan_of(value)
+        calls = {key: sum(map(moves_weights, part.graph.nodes)) for key, part in plan.parts.of.items()}
+        found[often] = max(sum(calls[kind, a.stage] for a in row for kind in a.kind) for row in plan.table.rows)
+    ratio, note = found["step"] / found["use"], f"{found['step']} calls of {found['use']}"
+    report("gathers_once", [ratio], unit="ratio", against="by each action", where=where, note=note)
 
 
 def host(plan, where: str) -> None:
@@ -167,7 +203,7 @@ def run_race(pool, flags, where, ours: str, other: str, bar) -> None:
 
 
 def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> None:
-    names = ["counts", *dict.fromkeys(itertools.chain(f"{ours}_{other}" for ours, other, _ in RACES))]
+    names = ["counts", "deep", *dict.fromkeys(itertools.chain(f"{ours}_{other}" for ours, other, _ in RACES))]
     flags = flags_of(__doc__, names, arguments)
     flags.sizes = Sizes("least", layers=4, dtype=torch.float64) if flags.quick else Sizes("small")
     dtype = str(flags.sizes.dtype).removeprefix("torch.")
@@ -177,6 +213,8 @@ def main(arguments: list[str] | None = None, pool: RankPool | None = None) -> No
     with contextlib.ExitStack() as stack:
         if "counts" in flags.only:
             counts(flags.sizes, where)
+        if "deep" in flags.only:
+            deep(flags.quick)
         for ours, other, bar in RACES:
             if f"{ours}_{other}" in flags.only:
                 pool = pool or stack.enter_context(contextlib.closing(RankPool(2)))
