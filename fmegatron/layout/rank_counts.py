@@ -190,12 +190,10 @@ def _of_terms(
     number: Any, one: Mapping[_Key, Fraction], other: Mapping[_Key, Fraction], is_one: bool, parts: tuple = ()
 ) -> Any:
     """is_one: it is a multiple of the first term, or of the second where that is plain."""
-    if not one and not other:
+    if not any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other)):
         return number
     if is_one:
-        return (
-            _with(one or other, number) if any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other)) else number
-        )
+        return _with(one or other, number)
     return _with({SumOf((tuple(one.items()), tuple(other.items())), number, parts): Fraction(1)}, number)
 
 
@@ -218,7 +216,7 @@ def _with(over: Mapping[_Key, Fraction], number: Any) -> Any:
 
 def _is_zero(key: _Key) -> bool:
     """Whether it is a sum that is 0 here, and on other numbers of ranks another."""
-    return isinstance(key, SumOf) and not key.number
+    return isinstance(key, SumOf) and not key.number and bool(key.parts)
 
 
 OF_RANKS = (RankCount, RankShare)

@@ -96,16 +96,15 @@ def one_hot(axis, more=0):
 
 RIGHT = {
     "own rows": cut(at),
+    "own rows, one place on": cut(lambda x, axis: at(x, axis, 1) % (x.shape[1] * axis.size)),
     "own rows of a table": table(at),
     "one view later": by_view,
     "halo": halo(),
-    "halo of two": halo(2, first=lambda axis: axis_index(axis).eq(0).double()),
     "next": shifted(-1),
     "what is behind": scan(lambda rank, own: rank < own),
-    "placed": placed(one_hot),
 }
 WRONG = {
-    "a place too far": cut(lambda x, axis: at(x, axis, 1) % (x.shape[1] * axis.size)),
+    "a place too far": cut(lambda x, axis: (at(x, axis) + (axis_index(axis) == 0)) % (x.shape[1] * axis.size)),
     "the rows of the next": cut(lambda x, axis: at(x, axis, ranks=1)),
     "the first rows": cut(lambda x, axis: torch.arange(x.shape[1])),
     "overlapping": cut(lambda x, axis: torch.arange(x.shape[1]) + axis_index(axis) * (x.shape[1] - 1)),
