@@ -138,15 +138,11 @@ def _over(
     """The mark of the result over one axis; None where its dims are enough."""
     given = [v.marks.get(axis) for v in values]
     mark = strongest(scope, node, values, axis, kind in ("sum", "beside", "max"))
-    if isinstance(mark, Suspect) and kind in ("nan", "finite"):  # of a part it says no more than of another's
-        return scope.unknown(mark.node, mark.what)
-    if (
-        isinstance(mark, Suspect)
-        and mark.pairs
-        and kind in ("product", "select")
-        and _may_be_diagonal(node, kind, values)
-    ):
-        return scope.vague(mark.node, mark.what)
+    if mark is not None and isinstance(mark, Suspect):
+        if kind in ("nan", "finite"):  # of a part it says no more than of another's
+            return scope.unknown(mark.node, mark.what)
+        if mark.pairs and kind in ("product", "select") and _may_be_diagonal(node, kind, values):
+            return scope.vague(mark.node, mark.what)
     if mark is not None:
         return mark
     if any(isinstance(m, Pending) for m in given):

@@ -281,7 +281,7 @@ def _compare(
     for axis in scope.mesh.names:
         if scope.mesh[axis] == 1:
             continue
-        if doubts := scope.doubted(number, axis):
+        if scope.doubts and (doubts := scope.doubted(number, axis)):
             unproven[axis] = doubts
         if isinstance(layout, Anyhow):
             kinds = (*_RANKS_OWN, Pending) if axis in layout.pending else _RANKS_OWN

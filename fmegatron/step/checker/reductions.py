@@ -88,10 +88,8 @@ def reduction(scope: Scope, node: Node, x: Value, dims: Sequence[int] | None, ke
 
 def _over(scope, node, x: Value, axis: str, gone: set[int], crosses: bool, kind: str, keep: bool) -> Mark | None:
     mark = x.marks.get(axis)
-    if isinstance(mark, Suspect):
-        return mark._replace(pairs=False) if mark.pairs else mark
-    if isinstance(mark, (Wrong, Unknown, Varying)):
-        return mark
+    if isinstance(mark, (Wrong, Unknown, Suspect, Varying)):
+        return mark._replace(pairs=False) if isinstance(mark, Suspect) and mark.pairs else mark
     if isinstance(mark, Somewhere):
         among = set(range(len(x.dims))) if mark.dims is None else set(mark.dims)
         if not among & gone and not (mark.or_sum or mark.reduced):
@@ -252,7 +250,7 @@ def ordered(scope: Scope, node: Node, given: dict) -> Any:
     name, x = op_name(node), given["self"] if "self" in given else given["a"]  # prims call it a
     out = elementwise(scope, node, "same" if name in _LINEAR else "function", [x])
     out = replace(out, constant=None, ramp=False)
-    if name not in _ORDER:
+    if out.marks and name not in _ORDER:
         out = out.marked(
             {a: m._replace(pairs=False) for a, m in out.marks.items() if isinstance(m, Suspect) and m.pairs}
         )
