@@ -35,6 +35,7 @@ class Reader(Protocol):
 
     n: int
     axes: tuple[str, ...]
+    scope: Any
 
     def elements(self, node: Node, along: frozenset[int] = NONE) -> Elements: ...
     def is_leaf(self, node: Node) -> bool: ...
@@ -160,11 +161,11 @@ def put_back(seen: Reader, node: Node) -> Elements:
 
     found = set()
     for one in seen.forward(node, fits):
-        of = seen.elements(node_of(one.args[0]), frozenset((dim,)))
-        if of.one is None or dim not in of.tracked:
+        taken = seen.elements(node_of(one.args[0]), frozenset((dim,)))
+        if taken.one is None or dim not in taken.tracked:
             raise Open
         at = _bounds(seen, one, 2)[1] if kind == "slice" else (seen.number(one, int_of(one.args[2])),)
-        found.add((of.one.shape[dim], at))
+        found.add((taken.one.shape[dim], at))
     if len(found) != 1:
         raise Open
     size, whole = found.pop()

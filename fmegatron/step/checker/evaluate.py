@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.fx.node import map_aggregate
 
 from fmegatron.collectives import kinds, table
 from fmegatron.step.checker.context import op_name
@@ -92,17 +93,17 @@ def _elementwise(seen: Reader, node: Node) -> Elements:
 
 def _called(seen: Reader, node: Node, nodes: list[Node]) -> Callable[[list[Tensor], bool], Tensor]:
     """The op itself, of tensors in the place of nodes and of numbers as one rank has them."""
-    dtype, exact = node.meta["val"].dtype, seen.is_number(node)
+    dtype, exact, op = node.meta["val"].dtype, seen.is_number(node), cast("Callable", node.target)
 
     def number(x: Any) -> Any:
         return seen.number(node, x, False) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
-    whole = torch.fx.node.map_aggregate((node.args, node.kwargs), number)
+    whole = map_aggregate((node.args, node.kwargs), number)
 
     def run(tensors: list[Tensor], one: bool) -> Tensor:
         at = dict(zip(nodes, tensors, strict=True))
         args, kwargs = torch.fx.map_arg(whole if one else (node.args, node.kwargs), lambda n: at[n])
-        out = node.target(*args, **{k: v for k, v in kwargs.items() if k in ("alpha", "rounding_mode", "dim")})
+        out = op(*args, **{k: v for k, v in kwargs.items() if k in ("alpha", "rounding_mode", "dim")})
         return out.to(torch.float64) if dtype.is_floating_point or not exact else out.to(dtype)
 
     return run
@@ -332,7 +333,8 @@ def _filled(seen: Reader, node: Node) -> Elements:
 # ---- collectives -----------------------------------------------------------------------------------------------------
 def _sent(seen: Reader, node: Node) -> list[Elements]:
     """What ranks of just these axes send to one another; one rank has what it had."""
-    collective, axes, sizes = kinds.collective_of(node.target), tuple(node.args[1]), tuple(node.args[2])
+    collective = kinds.collective_of(node.target)
+    axes, sizes = items_of(node.args[1]), items_of(node.args[2])
     assert collective is not None and collective.type is not None, "the table names it"
     if tuple(a for a, n in zip(axes, sizes, strict=True) if n > 1) != seen.axes:
         raise Open

@@ -265,10 +265,11 @@ class _Seen(Reader):
         return Elements((one,) * self.n, one, along)
 
     # ---- what is made -----------------------------------------------------------------------------------------------
-    def _made(self, node: Node, along: frozenset[int] | None = None) -> Elements:
+    def _made(self, node: Node, along: frozenset[int] | None = None) -> Any:
         if node.op != "call_function":
             raise Open
-        evaluate = OPS.get("getitem" if not hasattr(node.target, "_schema") else op_name(node).rstrip("_"))
+        name = op_name(node).rstrip("_") if hasattr(node.target, "_schema") else "getitem"
+        evaluate: Callable[..., Any] | None = OPS.get(name)
         collective = kinds.collective_of(node.target)
         evaluate = OPS.get(collective.name) if collective is not None else evaluate
         if evaluate is None:

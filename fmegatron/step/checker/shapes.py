@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -47,14 +47,14 @@ class Numbers(Protocol):
 def shape_on_one(seen: Numbers, node: Node) -> Any:
     """The shape of what a node gives on one rank, where those of its operands are known; of several results a list."""
     collective = kinds.collective_of(node.target)
-    if node.op != "call_function" or (collective is not None and not set(node.args[1]) & set(seen.axes)):
+    if node.op != "call_function" or (collective is not None and not set(items_of(node.args[1])) & set(seen.axes)):
         return _by_value(seen, node)
     if collective is table.AXIS_INDEX:
         return [()] * len(items_of(node.args[0]))
     if collective is not None:
         if collective in _SHAPED:
             return [seen.whole(n) for n in items_of(node.args[0])]
-        mine = [axis for axis in node.args[1] if seen.scope.mesh[axis] > 1]
+        mine = [axis for axis in items_of(node.args[1]) if seen.scope.mesh[axis] > 1]
         if collective not in _KEEP or not set(mine) <= set(seen.axes):
             raise Open
         if set(mine) != set(seen.axes):
@@ -77,7 +77,7 @@ def shape_on_one(seen: Numbers, node: Node) -> Any:
 
     args, kwargs = torch.fx.map_arg((args, kwargs), tensor)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory", "memory_format")}
-    found = node.target(*args, **kwargs, **({"device": "meta"} if not node.all_input_nodes else {}))
+    found = cast("Callable", node.target)(*args, **kwargs, **({"device": "meta"} if not node.all_input_nodes else {}))
     return [tuple(one.shape) for one in found] if isinstance(found, (list, tuple)) else tuple(found.shape)
 
 
@@ -88,7 +88,7 @@ def _without(seen: Numbers, node: Node) -> Any:
         return GONE
     if name == "add":
         return seen.whole(left[0])
-    dim = int_of(node.args[1]) if len(node.args) > 1 else 0
+    dim = int_of([*node.args, 0][1])
     tensors = [torch.empty(seen.whole(n), device="meta") for n in items_of(node.args[0]) if n in left]
     return tuple((torch.stack if name == "stack" else torch.cat)(tensors, dim).shape)
 
