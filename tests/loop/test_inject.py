@@ -85,6 +85,14 @@ def test_how_a_rank_leaves_slows_down_and_stops():
     assert seen == ["goes on"]
 
 
+def test_a_rank_that_is_slow_from_the_set_up_on():
+    slow, began = Injector("slow:seconds=0.02,at=setup"), time.monotonic()
+    slow("setup", 0)
+    step = slow.slowed(lambda state, batch: state + batch)  # the loop takes the step when all is set up
+    assert [step(number, 2) for number in (1, 2)] == [3, 4]
+    assert time.monotonic() - began >= 0.04
+
+
 def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", os.write)  # put back at the end
     monkeypatch.setattr(inject, "_children", lambda pid: [])

@@ -151,7 +151,7 @@ class Injector:
                 _work(self._slow)
             return step(state, batch)
 
-        return slowed_step if any(fault.kind == "slow" for fault in self.faults) else step
+        return slowed_step if self._slow or any(fault.kind == "slow" for fault in self.faults) else step
 
     def _first(self, fault: Injection) -> bool:
         """Whether this fault has not happened yet in this run; afterwards it has."""
