@@ -190,10 +190,11 @@ def _of_terms(
     number: Any, one: Mapping[_Key, Fraction], other: Mapping[_Key, Fraction], is_one: bool, parts: tuple = ()
 ) -> Any:
     """is_one: it is a multiple of the first term, or of the second where that is plain."""
-    if not any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other)):
+    if not one and not other:
         return number
     if is_one:
-        return _with(one or other, number)
+        sized = any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other))
+        return _with(one or other, number) if sized else number
     return _with({SumOf((tuple(one.items()), tuple(other.items())), number, parts): Fraction(1)}, number)
 
 

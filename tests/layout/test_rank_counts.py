@@ -22,7 +22,8 @@ def test_what_numbers_know():
     assert of_ranks(1 / dp) == {"dp": -1} and 1 / dp == 0.5
     assert of_ranks(both / dp) == {"fsdp": 1} and both / dp == 3.0
     assert of_ranks(dp**0.5) == {"dp": Fraction(1, 2)} and of_ranks(dp**-1) == {"dp": -1}
-    assert type(dp / dp) is float and type(dp - 1) is int and type(dp // 2) is int and type(float(dp)) is float
+    assert type(dp / dp) is float and type(dp // 2) is int and type(float(dp)) is float
+    assert dp - 1 == 1 and not of_ranks(dp - 1) and not of_sizes(dp - 1) and not of_sums(dp - 1)  # it knows its terms
 
 
 def test_a_mesh_gives_such_numbers():

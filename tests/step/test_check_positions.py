@@ -72,6 +72,14 @@ def shifted(shift, take=lambda x: x[:, :1], rest=lambda x: x[:, 1:]):
     return lambda p, x, axis: end(p, torch.cat([rest(x), ppermute(take(x), axis, shift)], 1), x)
 
 
+def ended(last):
+    def fn(p, x, axis):
+        after = ppermute(x[:, :1], axis, -1) * last(axis_index(axis), axis)
+        return end(p, torch.cat([x[:, 1:], after], 1), x)
+
+    return fn
+
+
 def scan(seen):
     def fn(p, x, axis):
         ends = all_gather(x.sum(1)[None], axis, 0)
@@ -101,6 +109,7 @@ RIGHT = {
     "one view later": by_view,
     "halo": halo(),
     "next": shifted(-1),
+    "nothing behind the last": ended(lambda rank, axis: rank < axis.size - 1),
     "what is behind": scan(lambda rank, own: rank < own),
 }
 WRONG = {
@@ -113,6 +122,8 @@ WRONG = {
     "halo of all": halo(first=lambda axis: torch.ones(()).double()),
     "halo of none": halo(first=lambda axis: (axis_index(axis) == axis.size - 1).double()),
     "next of the wrong side": shifted(1),
+    "nothing behind the first": ended(lambda rank, axis: rank >= 1),
+    "nothing behind the last but one": ended(lambda rank, axis: rank < axis.size - 2),
     "next, the last of it": shifted(-1, take=lambda x: x[:, -1:]),
     "next, two alike": shifted(-1, rest=lambda x: x[:, :-1]),
     "with its own": scan(lambda rank, own: rank <= own),
