@@ -338,7 +338,7 @@ class _Cut:
         for gives, known in parts:
             nodes, _ = reach(gives, lambda n, known=known: n in known or n in self.inputs)
             for n in nodes:
-                read = [n] if n in gives else [] if n in self.fixed else n.all_input_nodes
+                read = n.all_input_nodes if n not in self.fixed else [n] if n in gives else []
                 found |= {base for m in read if m in self.fixed and self._whole(base := base_of(m))}
         return found
 
