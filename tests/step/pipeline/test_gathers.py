@@ -3,12 +3,15 @@
 import dataclasses
 
 import pytest
+import torch
 
-from fmegatron import model, optim, plan, step
-from fmegatron.layout import Mesh
+from fmegatron import model, nn, optim, plan, step, tree
+from fmegatron.layout import Layout, Mesh
 from fmegatron.step import Pipeline
+from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.pipeline import run, schedules
 from fmegatron.step.pipeline.cut import cut
+from fmegatron.step.pipeline.entry import PipelineEntry
 from fmegatron.step.pipeline.pictures import picture
 from fmegatron.step.pipeline.table import gathering, problems
 from fmegatron.step.pipeline.torch_tables import read_torch
@@ -61,6 +64,31 @@ def test_formulas_know_them():
     use, once = planned("use"), planned("step")
     assert once.sent["fsdp"] * 4 <= use.sent["fsdp"] and once.sent["pp"] == use.sent["pp"]
     assert once.moments["B of the table"] > use.moments["B of the table"]
+
+
+def of_product(w, batch):
+    """What the last stage keeps is the product with a gathered weight itself."""
+    w = nn.gather_tree(w)
+    x = batch["x"]
+    for n, one in enumerate(w["blocks"]):
+        x = step.stage(x, n)
+        x = x + (x @ one).tanh()
+    return step.mean((x @ w["head"]).logsumexp(-1).sum(), float(len(x)))
+
+
+def test_what_a_part_gives_is_made_of_gathered_weights():
+    mesh, fsdp = Mesh(pp=2, fsdp=2), (None, "fsdp")
+    layouts = {
+        "blocks": [Layout((4, 4), torch.float64, mesh, fsdp) for _ in range(2)],
+        "head": Layout((4, 6), torch.float64, mesh, fsdp),
+    }
+    rows = {"x": Layout((8, 4), torch.float64, mesh, ("fsdp", None))}
+    f = step.pipelined(of_product, Pipeline(gathering(schedules.one_f_one_b(2, 2), "step"), (1, 1)))
+    empty = tree.map(lambda of: torch.empty(of.local_shape(0), dtype=of.dtype, device="meta"), (layouts, rows))
+    graph = step.trace(f, tuple(tree.place(x, of) for x, of in zip(empty, (layouts, rows), strict=True)))
+    (entry,) = [e for e in opaque_entries(graph.graph_module.graph) if isinstance(e, PipelineEntry)]
+    counts = {key: sum("all_gather" in str(n.target) for n in p.graph.nodes) for key, p in entry.plan.parts.of.items()}
+    assert all(counts[kind, stage] == (kind == "G") for kind, stage in counts if kind in "GFBW"), counts
 
 
 class Case(test_cover.Case):
