@@ -93,6 +93,25 @@ class _OfRanks:
                 key.ask()
         return float(_plain(self))
 
+    def _told(self) -> Any:
+        float(self)
+        return _plain(self)
+
+    def __int__(self) -> int:
+        return int(self._told())
+
+    def __trunc__(self) -> int:
+        return math.trunc(self._told())
+
+    def __floor__(self) -> int:
+        return math.floor(self._told())
+
+    def __ceil__(self) -> int:
+        return math.ceil(self._told())
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self._told(), digits)
+
     def __reduce__(self) -> Any:
         return type(self), (_plain(self), tuple((key, power) for key, power in self.over if isinstance(key, str)))
 
@@ -193,15 +212,15 @@ def _of_terms(
     if not one and not other:
         return number
     if is_one:
-        sized = any(isinstance(key, (SizeOf, SumOf)) for key in (*one, *other))
-        return _with(one or other, number) if sized else number
+        return _with(one or other, number)
     return _with({SumOf((tuple(one.items()), tuple(other.items())), number, parts): Fraction(1)}, number)
 
 
 def _floor(a: Any, b: Any) -> Any:
-    """Without a rest it is the quotient."""
+    """Without a rest it is the quotient; of numbers of ranks alone it may have one on one rank."""
     number, over = _plain(a) // _plain(b), _over(_made(1, a, b, -1))
-    return _of_terms(number, over, {}, is_one=not _plain(a) % _plain(b))
+    whole = not _plain(a) % _plain(b) and any(isinstance(key, (SizeOf, SumOf)) for key in over)
+    return _of_terms(number, over, {}, is_one=whole)
 
 
 def _over(x: Any) -> dict[_Key, Fraction]:

@@ -22,8 +22,9 @@ def test_what_numbers_know():
     assert of_ranks(1 / dp) == {"dp": -1} and 1 / dp == 0.5
     assert of_ranks(both / dp) == {"fsdp": 1} and both / dp == 3.0
     assert of_ranks(dp**0.5) == {"dp": Fraction(1, 2)} and of_ranks(dp**-1) == {"dp": -1}
-    assert type(dp / dp) is float and type(dp // 2) is int and type(float(dp)) is float
-    assert dp - 1 == 1 and not of_ranks(dp - 1) and not of_sizes(dp - 1) and not of_sums(dp - 1)  # it knows its terms
+    assert type(dp / dp) is float and type(float(dp)) is float and type(int(dp)) is int
+    for number in (dp - 1, dp // 2, dp + 1):  # which know that they are made of it, and are no multiple of it
+        assert of_ranks(number) == {} == of_sizes(number) == of_sums(number) and number.over
 
 
 def test_a_mesh_gives_such_numbers():
@@ -60,7 +61,7 @@ def test_sums_of_sizes_know_their_terms():
     assert n + 0 == 0 + n == 6 == n - 0 and {of_sizes(one)[rows] for one in (n + 0, n + n, n // 2, -n, 3 * n - n)} == {
         1
     }
-    assert type(n - n) is int and type(n % 3) is int and type(dp + dp) is int and type(n // n) is int
+    assert type(n - n) is int and type(n % 3) is int and of_ranks(dp + dp) == {"dp": 1} and type(n // n) is int
     ((less, power),) = of_sums(n - 1).items()
     assert power == 1 and less.terms == (((rows, 1),), ()) and n - 1 == 5 and not of_sizes(n - 1)
     assert of_sums(n // 4) and of_sums(n % 4) and of_sums(7 - n) and of_sums((n + 1) * dp / n) and not of_sums(n * dp)

@@ -102,7 +102,26 @@ def one_hot(axis, more=0):
     return ((axis_index(axis) + more) % axis.size == torch.arange(axis.size)).double()
 
 
+def turned(turn):
+    """Own rows of what is gathered, in the order that turn gives it."""
+    return lambda p, x, axis: end(p, turn(all_gather(x, axis, 1), x, axis)[:, at(x, axis)], x)
+
+
+def weighed(weight):
+    return lambda p, x, axis: end(p, x * weight(at(x, axis), x, axis).double()[:, None], x)
+
+
+def parts_of(whole, x, axis):
+    return whole.unflatten(1, (axis.size, x.shape[1]))
+
+
 RIGHT = {
+    "all less one": weighed(lambda at, x, axis: at / (x.shape[1] * axis.size - 1)),
+    "all but the last": weighed(lambda at, x, axis: at != x.shape[1] * axis.size - 1),
+    "rolled by one": turned(lambda whole, x, axis: whole.roll(1, 1)),
+    "next, none behind the last": lambda p, x, axis: end(
+        p, torch.cat([x[:, 1:], ppermute(x[:, :1], axis, -1) * (axis_index(axis) < axis.size - 1)], 1), x
+    ),
     "own rows": cut(at),
     "own rows, one place on": cut(lambda x, axis: at(x, axis, 1) % (x.shape[1] * axis.size)),
     "own rows of a table": table(at),
@@ -113,6 +132,19 @@ RIGHT = {
     "what is behind": scan(lambda rank, own: rank < own),
 }
 WRONG = {
+    "rest of a part": weighed(lambda at, x, axis: at % x.shape[1]),
+    "part of a place": weighed(lambda at, x, axis: at // x.shape[1]),
+    "rest of ranks": table(lambda x, axis: at(x, axis) % axis.size),
+    "ranks less one on": weighed(lambda at, x, axis: at + axis.size - 1),
+    "half of the ranks on": weighed(lambda at, x, axis: at + axis.size // 2),
+    "twice the ranks on": weighed(lambda at, x, axis: at + (axis.size + axis.size)),
+    "a part less one": weighed(lambda at, x, axis: at / (x.shape[1] - 1 + 1e-3)),
+    "rolled by a part": turned(lambda whole, x, axis: whole.roll(x.shape[1], 1)),
+    "rolled by ranks": turned(lambda whole, x, axis: whole.roll(axis.size, 1)),
+    "each part turned round": turned(lambda whole, x, axis: parts_of(whole, x, axis).flip(2).flatten(1, 2)),
+    "ranks turned round": turned(lambda whole, x, axis: parts_of(whole, x, axis).flip(1).flatten(1, 2)),
+    "each part added up": turned(lambda whole, x, axis: parts_of(whole, x, axis).cumsum(2).flatten(1, 2)),
+    "parts across": turned(lambda whole, x, axis: parts_of(whole, x, axis).transpose(1, 2).flatten(1, 2)),
     "a place too far": cut(lambda x, axis: (at(x, axis) + (axis_index(axis) == 0)) % (x.shape[1] * axis.size)),
     "the rows of the next": cut(lambda x, axis: at(x, axis, ranks=1)),
     "the first rows": cut(lambda x, axis: torch.arange(x.shape[1])),

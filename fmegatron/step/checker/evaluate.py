@@ -42,7 +42,6 @@ _SMOOTH = frozenset(
     "add sub rsub mul div true_divide neg exp tanh sigmoid log pow square sqrt rsqrt reciprocal sin cos softplus"
     " tanh_backward sigmoid_backward silu gelu erf addcmul".split()
 )
-_COMPARED = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _CHOSEN = frozenset(("where", "masked_fill"))  # by a condition that is made of no data
 
 
@@ -80,8 +79,6 @@ def _elementwise(seen: Reader, node: Node) -> Elements:
         raise Open
     if name in _CHOSEN and not seen.is_number(node_of(node.args[1 if name == "masked_fill" else 0])):
         raise Open
-    if name in _COMPARED and any(a == seen.n - 1 for a in node.args if isinstance(a, int)) and "made" not in node.meta:
-        raise Open  # a number of ranks less one is a plain number
     known, tracked, flat = _together(seen, node)
     nodes = list(known)
     if name == "add" and len(nodes) == 2 and sum(x.one is None for x in known.values()) == 1:  # as a loop leaves it out

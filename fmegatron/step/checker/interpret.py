@@ -93,7 +93,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             values[node] = _after(scope, node)
             if "sums" in node.meta:
                 values[node] = sizes.by_own_size(scope, node, values[node])
-            if "parts" in node.meta:
+            if "made" in node.meta:
                 values[node] = sizes.of_places(scope, node, values[node])
             known = scope.positions is not None and positions.after(scope, node)
             if scope.chunks and not known:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmegatron.step.checker.context import Scope, op_name, suspected
-from fmegatron.step.checker.dims import UNIFORM, Dim, over, size_of
+from fmegatron.step.checker.dims import NOWHERE, UNIFORM, Dim, over, size_of
 from fmegatron.step.checker.values import NOTHING, First, Pending, Suspect, Unknown, Value, Wrong
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
@@ -27,7 +27,12 @@ _SHAPED = _FILLED.union(
 _ALONG = frozenset("select slice roll narrow split split_with_sizes unfold topk kthvalue".split())
 _SUM = "its number is a sum with a size of a rank's part, which on one rank is no multiple of it"
 _VIEWS = ("view", "_unsafe_view", "reshape")
-_MOVED_ON = "moves places on by a size of a rank's part, which on one rank is that of the whole dim"
+_OF_PLACES = frozenset(
+    "add sub rsub mul div remainder fmod floor_divide pow clamp minimum maximum eq ne lt le gt ge".split()
+)
+_TURNS = frozenset("flip roll cumsum cumprod logcumsumexp cummax cummin sort".split())
+_MOVED_ON = "makes other places of a number that is another on one rank: a size of a rank's part, or a number of ranks"
+_ROLLED = "rolls by a number that is another on one rank: a size of a rank's part, or a number of ranks"
 _PERMUTED = "a permutation made of a size of a rank's part is another on each number of ranks"
 _OF_ALL = "the same with the size of the whole dim: n * axes[name].size - 1 for n - 1"
 
@@ -188,25 +193,47 @@ def by_own_size(scope: Scope, node: Node, found: Any) -> Any:
 
 
 def of_places(scope: Scope, node: Node, found: Any) -> Any:
-    """Of whole numbers, which are places: moved on by a size of a rank's part they are those of another rank, where on
-    one rank they are those of another round; and taken apart by such a size, and put together in another order, a
-    permutation that is another on each number of ranks. Of both nothing is known."""
-    name = op_name(node)
-    if name not in ("add", "sub", *_VIEWS) or not isinstance(found, Value) or found.marks:
+    """What moves by a number that is another on one rank, as it is made of a size of a rank's part, or of a number of
+    ranks. Whole numbers are places: where the ranks share them, what is made of them and such a number is not what one
+    rank makes. A value that is rolled by it, or taken apart by it and turned round or put together in another order, is
+    in another order on each number of ranks. Of all that nothing is known."""
+    name, meta = op_name(node).rstrip("_"), node.meta.get("val")
+    if not isinstance(found, Value) or not isinstance(meta, torch.Tensor) or node.meta.get("backward"):
         return found
-    if node.meta["val"].is_floating_point() or node.meta.get("backward"):
-        return found
-    made = [_powers(scope, whole, of, ranks, 1) for whole, of, ranks in node.meta["parts"]]
-    axes = frozenset[str]().union(*(known.over for known in made if known is not None))
+    numbers = [made for _, made in node.meta["made"]]
+    axes = frozenset[str]().union(*(_differs(scope, made) for made in numbers))
+    axes = frozenset(axis for axis in axes if found.marks.get(axis) is None or found.is_(axis, Pending))
+    if name == "roll" and axes:
+        x = scope.values[node_of(node.args[0])]
+        axes -= over(x.dims[_dim_of(node, name) % len(x.dims)]) if x.dims else NOWHERE
+        return _marked(found, axes, scope.vague(node, _ROLLED)) if axes else found
     if name in _VIEWS:
-        axes = axes if _is_permuted(node) else frozenset()
-        return _marked(found, axes - found.sharded, scope.vague(node, _PERMUTED)) if axes else found
-    axes &= found.sharded
+        axes = axes - found.sharded if _is_reordered(node) else NOWHERE
+        return _marked(found, axes, scope.vague(node, _PERMUTED)) if axes else found
+    if name not in _OF_PLACES or (meta.is_floating_point() and "sums" not in node.meta):
+        return found
+    if any(n.meta["val"].is_floating_point() for n in node.all_input_nodes):
+        return found
+    axes = found.sharded if None in numbers else axes & found.sharded
+    axes = frozenset(axis for axis in axes if found.marks.get(axis) is None)
     return _marked(found, axes, scope.vague(node, _MOVED_ON)) if axes else found
 
 
-def _is_permuted(view: Node) -> bool:
-    """Whether what a view takes apart is put together again in another order of its dims."""
+def _differs(scope: Scope, made: tuple | None) -> frozenset[str]:
+    """The axes whose number of ranks a number depends on; of one that is made of what is not known, none."""
+    sizes, ranks, sums = made or ((), (), ())
+    powers = {axis: power for axis, power in ranks if scope.mesh.names.count(axis) and scope.mesh[axis] > 1}
+    for name, d, power in sizes:
+        for axis in over(scope.sizes.get((name, d)) or ()):
+            powers[axis] = powers.get(axis, Fraction(0)) - power
+    terms = [of for _, given, _ in sums for _, of in given]
+    return frozenset(axis for axis, power in powers.items() if power).union(*(_differs(scope, of) for of in terms))
+
+
+def _is_reordered(view: Node) -> bool:
+    """Whether what a view takes apart is turned round, or put together again in another order of its dims."""
+    if any(op_name(n) in _TURNS for n in view.users):
+        return True
     for one in view.users:
         behind = list(one.users) if op_name(one) in ("permute", "transpose", "t") else []
         behind += [user for n in behind if op_name(n) == "clone" for user in n.users]
