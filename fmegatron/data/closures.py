@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ _LOOKED_AT = 1 << 16  # elements of a larger one, evenly spaced
 
 def used(function: Any) -> dict[str, Any]:
     """{name: text of its value} of what a function closes over, of its defaults, and of the module's names that it
-    reads: numbers, texts, tuples of them, and arrays (by a digest). No text: what the function writes itself (nonlocal,
-    global), and what may change meanwhile or has no text of its own (lists, dicts, objects), which stay unnoticed.
+    reads: numbers, texts, tuples of them, and arrays (by a digest); and so of functions that it closes over or reads of
+    its own module. No text: what one of them writes (nonlocal, global), and what may change meanwhile or has no text of
+    its own (lists, dicts, objects), which stay unnoticed.
 
     >>> def rows(count):
     ...     def batch(position):
@@ -29,44 +29,59 @@ def used(function: Any) -> dict[str, Any]:
     >>> used(rows(4))
     {'count': '4'}
     """
-    return dict(sorted(_used(function, "", set())))
+    found: _Found = {}
+    written: set[Any] = set()
+    _use(function, "", "", found, written, set())
+    return {name: text for name, (text, place) in sorted(found.items()) if place not in written}
 
 
-def _used(function: Any, under: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    if id(function) in seen:
-        return
-    seen.add(id(function))
+_Found = dict[str, tuple[str, Any]]  # {name: (text, the cell or the name of a module that the value is in)}
+
+
+def _use(function: Any, under: str, own: str, found: _Found, written: set[Any], seen: set[int]) -> None:
+    """Add what a function uses; under: before names of its module, own: before its other names."""
     if isinstance(function, functools.partial):
-        held = {**dict(enumerate(function.args)), **function.keywords}
-        yield from _texts({f"partial.{name}": x for name, x in held.items()}, under, seen)
+        for name, x in {**dict(enumerate(function.args)), **function.keywords}.items():
+            _note(f"{own}partial.{name}", x, None, found, written, seen)
         function = function.func
     if isinstance(function, types.MethodType):
         function = function.__func__
-    if not isinstance(function, types.FunctionType):
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
         return
-    read, written = set(), set()
-    _names(function.__code__, read, written)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    held = {name: _content(cell) for name, cell in cells if name not in written}
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    seen.add(id(function))
+    code, known = function.__code__, function.__globals__
+    read, stored, changed = set(), set(), set()
+    _names(code, read, stored, changed)
+    written |= {(id(known), name) for name in stored}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name in changed:
+            written.add(id(cell))
+        _note(own + name, _content(cell), id(cell), found, written, seen)
+    names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
-    held |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-    held |= function.__kwdefaults__ or {}
-    yield from _texts(held, under, seen)
-    known = function.__globals__
-    yield from _texts({f"{x} of its module": known[x] for x in read - written if x in known}, under, set(), False)
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (function.__kwdefaults__ or {})
+    for name, x in given.items():
+        _note(own + name, x, None, found, written, seen)
+    for name in sorted(read & known.keys()):
+        x = known[name]
+        if isinstance(x, types.FunctionType) and x.__globals__ is known:  # called how ever, under one name
+            _use(x, under, f"{under}{name}.", found, written, seen)
+        elif not callable(x):
+            _note(f"{under}{name} of its module", x, (id(known), name), found, written, seen)
 
 
-def _names(code: types.CodeType, read: set[str], written: set[str]) -> None:
-    """Add the names of the module that code reads, and those, or of what it closes over, that it writes."""
+def _names(code: types.CodeType, read: set[str], stored: set[str], changed: set[str]) -> None:
+    """Add the names of the module that code reads, those that it writes, and those in cells that it writes."""
     for one in dis.get_instructions(code):
         if one.opname == "LOAD_GLOBAL":
             read.add(one.argval)
-        elif one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"):
-            written.add(one.argval)
+        elif one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            stored.add(one.argval)
+        elif one.opname in ("STORE_DEREF", "DELETE_DEREF"):
+            changed.add(one.argval)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            _names(inner, read, written)
+            _names(inner, read, stored, changed)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -76,15 +91,14 @@ def _content(cell: types.CellType) -> Any:
         return ...
 
 
-def _texts(values: dict[str, Any], under: str, seen: set[int], functions: bool = True) -> Iterator[tuple[str, str]]:
-    for name, x in values.items():
-        if isinstance(x, np.ndarray | torch.Tensor):
-            yield under + name, array_text(x)
-        elif _is_plain(x):
-            text = repr(x)
-            yield under + name, text if len(text) <= 200 else f"{text[:60]}... {digest_of(text)}"
-        elif functions and callable(x) and not isinstance(x, type):
-            yield from _used(x, f"{under}{name}.", seen)
+def _note(name: str, x: Any, place: Any, found: _Found, written: set[Any], seen: set[int]) -> None:
+    if isinstance(x, np.ndarray | torch.Tensor):
+        found[name] = array_text(x), place
+    elif _is_plain(x):
+        text = repr(x)
+        found[name] = text if len(text) <= 200 else f"{text[:60]}... {digest_of(text)}", place
+    elif callable(x) and not isinstance(x, type):
+        _use(x, f"{name}.", f"{name}.", found, written, seen)
 
 
 def _is_plain(x: Any) -> bool:
@@ -100,10 +114,14 @@ def _is_plain(x: Any) -> bool:
 def array_text(x: np.ndarray | torch.Tensor) -> str:
     """Kind, dtype, shape and a digest of the elements; of more than 64 MiB of some of them, evenly spaced.
 
-    A tensor that has no elements here (of another device, a meta tensor) is described by dtype and shape alone.
+    A tensor that has no plain elements here (of another device, a meta tensor, a subclass) is described by dtype and shape alone.
     """
+    if isinstance(x, torch.Tensor) and (x.is_nested or x.is_quantized):
+        return f"{type(x).__name__} {x.dtype}"
     text = f"{type(x).__name__} {x.dtype}{list(x.shape)}"
     if isinstance(x, torch.Tensor):
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            return text
         if x.device.type != "cpu" or x.layout != torch.strided:
             return text
         x = x.detach().resolve_conj().resolve_neg()

@@ -6,7 +6,7 @@ import inspect
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,12 +72,21 @@ class Source(ABC):
 @dataclass(frozen=True, eq=False)
 class _Function(Source):
     function: Callable[[int], structure.Tree]
+    _before: list[dict[str, str]] = field(default_factory=list, init=False)  # what a call changes, as it was before
 
     def at(self, position: int) -> structure.Tree:
-        return self.function(position)
+        if self._before:
+            return self.function(position)
+        values = closures.used(self.function)
+        batch = self.function(position)
+        after = closures.used(self.function)
+        self._before.append({name: text for name, text in values.items() if after.get(name) != text})
+        return batch
 
     def describe(self) -> dict[str, Any] | None:
         values = closures.used(self.function)
+        for before in self._before:
+            values |= before
         return {"kind": "function", "uses": values} if values else None
 
 
@@ -85,8 +94,9 @@ def source(function: Callable[[int], structure.Tree]) -> Source:
     """The source of a pure function from position to the batch of all ranks; a decorator, too.
 
     It states the numbers, texts and arrays that the function uses beside its argument (closes over, has as defaults,
-    reads of its module), so that a resume with another of them is refused. Lists, dicts and objects are not compared,
-    nor is the function's text: a class with `describe` states more.
+    reads of its module), and functions that it closes over or calls in its module, so that a resume with another of
+    them is refused. What the first call changes (a buffer that it fills) is stated as it was before. Lists, dicts and
+    objects are not compared, nor is the function's text: a class with `describe` states more.
 
     >>> @source
     ... def squares(position):

@@ -125,6 +125,7 @@ def test_what_is_no_plain_tensor_is_looked_at_too(tmp_path, monkeypatch, request
         pytest.param(lambda x: x.view(">i8"), id="another byte order"),
         pytest.param(lambda x: x.view([("a", "i2"), ("b", "i4"), ("c", "i2")])["b"], id="between elements"),
         pytest.param(lambda x: x.view(">c16"), id="complex"),
+        pytest.param(lambda x: x.view(">c8"), id="complex of halves that swap each for itself"),
     ],
 )
 def test_a_copy_that_torch_needs_is_compared(tmp_path, monkeypatch, make):

@@ -26,14 +26,16 @@ def as_tensor(x: Any, path: str, to_read: bool = False) -> torch.Tensor:
     _check_array(x, path)
     value = np.asarray(x)
     dtype = layout_of(value, path).dtype
-    own = value.view(raw_dtype(dtype.itemsize).newbyteorder(value.dtype.byteorder))
+    plain, own = raw_dtype(dtype.itemsize), value
     shared = own.dtype.isnative and own.flags.aligned and (own.flags.writeable or to_read)
     if not shared or any(stride < 0 or stride % own.itemsize for stride in own.strides):
-        own, source = own.astype(own.dtype.newbyteorder("="), order="C"), own
+        own = value.astype(value.dtype.newbyteorder("="), order="C")  # by its own type: complex numbers swap by halves
         let_others_run()  # a write that is under way moves on, and shows
-        if not np.array_equal(own, source, equal_nan=True):  # complex128 has no integer of its width
+        again = own if value.dtype.isnative else own.astype(value.dtype)
+        if not np.array_equal(again.view(plain), value.view(plain), equal_nan=True):  # complex128 has no such integer
             raise RuntimeError(changed(path))
-    elif not own.flags.writeable:  # torch wants memory that may be written to
+    own = own.view(plain)
+    if not own.flags.writeable:  # torch wants memory that may be written to
         own = np.asarray(_Writeable(own))
     return torch.from_numpy(own).view(dtype)
 

@@ -74,8 +74,9 @@ def require_unchanged(live: Live) -> None:
 
 def let_others_run() -> None:
     """Wait until each thread of the process that the scheduler keeps from a core has had one for a millisecond, at most
-    a second: one that is inside of a write then has moved on. Without /proc, at once."""
-    waiting, end = {thread: _ran(thread) for thread in _runnable()}, time.monotonic() + _MOST_S
+    a second: one that is inside of a write then has moved on. Without /proc, or clocks of threads, at once."""
+    waiting = {thread: ran for thread in _runnable() if (ran := _ran(thread)) < sys.maxsize}
+    end = time.monotonic() + _MOST_S
     while waiting and time.monotonic() < end:
         time.sleep(_RUN_NS / 1e9)
         some = _runnable()
@@ -97,7 +98,7 @@ def _ran(thread: int) -> int:
     """Nanoseconds that a thread of this process has run, by its clock: the number of clock_getcpuclockid(3)."""
     try:
         return time.clock_gettime_ns((~thread << 3) | 6)
-    except OSError:  # it has ended
+    except OSError:  # it has ended, or this system does not tell
         return sys.maxsize
 
 
