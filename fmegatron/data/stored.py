@@ -57,7 +57,7 @@ def digest_of(*parts: Any) -> str:
     digest = xxhash.xxh3_64()
     for part in parts:
         if isinstance(part, np.ndarray):
-            digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8) if part.nbytes else b"")
+            digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data if part.nbytes else b"")
         else:
             digest.update(json.dumps(part, sort_keys=True).encode())
     return digest.hexdigest()
