@@ -114,7 +114,7 @@ def _is_plain(x: Any) -> bool:
 def array_text(x: np.ndarray | torch.Tensor) -> str:
     """Kind, dtype, shape and a digest of the elements; of more than 64 MiB of some of them, evenly spaced.
 
-    A tensor that has no plain elements here (of another device, meta, a subclass) is described by dtype and shape alone.
+    A tensor that has no plain elements here (another device, meta, a subclass) is described by dtype and shape alone.
     """
     if isinstance(x, torch.Tensor) and (x.is_nested or x.is_quantized):
         return f"{type(x).__name__} {x.dtype}"
