@@ -149,9 +149,7 @@ def gathers(where: str) -> None:
         calls = {key: sum(map(moves_weights, part.graph.nodes)) for key, part in plan.parts.of.items()}
         found[often] = max(sum(calls[kind, a.stage] for a in row for kind in a.kind) for row in plan.table.rows)
     ratio, note = found["step"] / found["use"], f"{found['step']} calls of {found['use']}"
-    report(
-        "gathers_once", [ratio], unit="ratio", against="by each action", bar=f"<= {1.1 / M}", where=where, note=note
-    )
+    report("gathers_once", [ratio], unit="ratio", against="by each action", bar=f"<= {1.1 / M}", where=where, note=note)
 
 
 def host(plan, where: str) -> None:
