@@ -56,7 +56,8 @@ class Held:
         self._let_go()
         for kind in action.kind:
             part = self.parts.of[kind, stage]
-            found = self.run(kind, stage, [self._value(name, i, stage) for name in part.takes]) if part.gives else ()
+            given = [self._value(kind, name, i, stage) for name in part.takes] if part.gives else []
+            found = self.run(kind, stage, given) if part.gives else ()
             if kind == "G":
                 self.gathered[stage] = dict(zip(part.gives, found, strict=True))
                 continue
@@ -101,8 +102,8 @@ class Held:
         self._let_go()
         assert not self.values, f"rank {self.rank} of pp: nobody has read {', '.join(map(str, self.values))}"
 
-    def _value(self, name: str, i: int, stage: int) -> Any:
-        for known in (self.gathered, self.reduced):
+    def _value(self, kind: str, name: str, i: int, stage: int) -> Any:
+        for known in (self.gathered, self.reduced if kind == "R" else {}):  # a sum is no value of one microbatch
             if name in known.get(stage, ()):
                 return known[stage][name]
         return self.values[name, i] if (name, i) in self.values else self.given(name, i)
