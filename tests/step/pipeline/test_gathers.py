@@ -15,6 +15,7 @@ from fmegatron.step.pipeline.entry import PipelineEntry
 from fmegatron.step.pipeline.pictures import picture
 from fmegatron.step.pipeline.table import gathering, problems
 from fmegatron.step.pipeline.torch_tables import read_torch
+from fmegatron.testing import simulate
 from tests.step.pipeline import test_cover
 from tests.step.pipeline.hand import worst
 from tests.step.pipeline.test_torch_tables import COMMS
@@ -67,19 +68,20 @@ def test_formulas_know_them():
 
 
 def of_product(w, batch):
-    """What the last stage keeps is the product with a gathered weight itself."""
+    """What the last stage gives are products with a gathered weight themselves, in F and in B."""
     w = nn.gather_tree(w)
     x = batch["x"]
     for n, one in enumerate(w["blocks"]):
         x = step.stage(x, n)
         x = x + (x @ one).tanh()
-    return step.mean((x @ w["head"]).logsumexp(-1).sum(), float(len(x)))
+    return step.mean((x * w["gain"] @ w["head"]).logsumexp(-1).sum(), float(len(x)))
 
 
 def test_what_a_part_gives_is_made_of_gathered_weights():
     mesh, fsdp = Mesh(pp=2, fsdp=2), (None, "fsdp")
     layouts = {
         "blocks": [Layout((4, 4), torch.float64, mesh, fsdp) for _ in range(2)],
+        "gain": Layout((4,), torch.float64, mesh),
         "head": Layout((4, 6), torch.float64, mesh, fsdp),
     }
     rows = {"x": Layout((8, 4), torch.float64, mesh, ("fsdp", None))}
@@ -89,6 +91,34 @@ def test_what_a_part_gives_is_made_of_gathered_weights():
     (entry,) = [e for e in opaque_entries(graph.graph_module.graph) if isinstance(e, PipelineEntry)]
     counts = {key: sum("all_gather" in str(n.target) for n in p.graph.nodes) for key, p in entry.plan.parts.of.items()}
     assert all(counts[kind, stage] == (kind == "G") for kind, stage in counts if kind in "GFBW"), counts
+
+
+def normed(w, batch):
+    """Blocks whose backward gives the gradients of input, weight and bias at once, in B."""
+    x = batch["x"] * w["scale"]
+    for n, one in enumerate(w["blocks"]):
+        x = step.stage(x, n)
+        x = x + torch.nn.functional.layer_norm(x, (4,), one["weight"], one["bias"]).tanh()
+    return {"of rows": step.mean(x.square().sum(), float(len(x)))}
+
+
+def after_an_update(mesh, pipelining, microbatches):
+    shapes = {"scale": (4,), "blocks": {"weight": (2, 4), "bias": (2, 4)}}
+    stacked = [("blocks", pipelining and pipelining.split(mesh, 2))]
+    how = {"init": [(".*", tree.Normal(0.4))], "stacked": stacked, "dtype": torch.float64}
+    specs, optimizer = tree.specs(shapes, mesh, strategy="zero3", **how), optim.sgd(0.1)
+    rows, parts = {"x": ((8, 4), torch.float64)}, pipelining.of(microbatches) if pipelining else microbatches
+    value = step.build(normed, optimizer, specs, rows, microbatches=parts)
+    params = tree.init(tree.specs(shapes, Mesh(), **how | {"stacked": [("blocks", None)]}), 7, 0)
+    state = step.State(torch.zeros((), dtype=torch.int64), params, optimizer.init(params))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    layouts = tree.layouts((value.state, value.batch))
+    return simulate(value.function, mesh, state, {"x": x}, layouts=layouts).globals()[0].params
+
+
+def test_sums_over_microbatches_are_no_values_of_one():
+    found = after_an_update(Mesh(pp=2, fsdp=2), step.Pipelining(gather="step"), 2)
+    assert worst(after_an_update(Mesh(), None, 2), found)[0] < 1e-12
 
 
 class Case(test_cover.Case):
