@@ -14,6 +14,7 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.checkpoint.background import async_save
 from fmegatron.checkpoint.dicts import arrays
+from fmegatron.checkpoint.files import other_threads
 from fmegatron.checkpoint.files.format import raw
 from fmegatron.checkpoint.local import saving as local_saving
 from fmegatron.checkpoint.writing import draft, saving, unchanged
@@ -223,7 +224,7 @@ def test_ranks_save_one_moment(tmp_path, monkeypatch, whose):
 def test_threads_that_wait_for_a_core_get_one(monkeypatch):
     """One that is inside of a write moves on before the second look; threads that sleep are not waited for."""
     if not os.path.isdir("/proc/self/task"):  # the system does not tell what threads do
-        assert unchanged._runnable() == set()
+        assert other_threads._runnable() == set()
         return
     stop, data = threading.Event(), np.zeros(1 << 20, bool)
 
@@ -234,20 +235,20 @@ def test_threads_that_wait_for_a_core_get_one(monkeypatch):
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        begun = unchanged._ran(thread.native_id)
-        unchanged.let_others_run()
-        assert unchanged._ran(thread.native_id) >= begun + 1_000_000
+        begun = other_threads._ran(thread.native_id)
+        other_threads.let_others_run()
+        assert other_threads._ran(thread.native_id) >= begun + 1_000_000
     finally:
         stop.set()
         thread.join()
     stop.clear()
     sleeping = threading.Thread(target=stop.wait)
     sleeping.start()
-    while sleeping.native_id in unchanged._runnable():  # it begins
+    while sleeping.native_id in other_threads._runnable():  # it begins
         time.sleep(0.001)
-    monkeypatch.setattr(unchanged, "_runnable", lambda real=unchanged._runnable: real() & {sleeping.native_id})
+    monkeypatch.setattr(other_threads, "_runnable", lambda real=other_threads._runnable: real() & {sleeping.native_id})
     monkeypatch.setattr(unchanged, "_RUN_NS", 10**12)  # whoever waits for that fails
-    unchanged.let_others_run()
+    other_threads.let_others_run()
     stop.set()
     sleeping.join()
 

@@ -15,10 +15,11 @@ import torch
 
 from fmegatron.checkpoint.files import format
 from fmegatron.checkpoint.files.format import ALIGN_BYTES
+from fmegatron.checkpoint.files.other_threads import changed
 from fmegatron.checkpoint.files.torch_private import copy_all
 from fmegatron.checkpoint.reading.rounds import in_rounds
 from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_to_write, grid_array
-from fmegatron.checkpoint.writing.unchanged import Signs, changed, compared, signs
+from fmegatron.checkpoint.writing.unchanged import Signs, compared, signs
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box, boxes
 

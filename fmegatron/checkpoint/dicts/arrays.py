@@ -9,7 +9,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.checkpoint.files.format import bits, dtype_of, dtype_text, raw_dtype
-from fmegatron.checkpoint.writing.unchanged import changed, let_others_run
+from fmegatron.checkpoint.files.other_threads import changed, let_others_run
 from fmegatron.layout import Layout, Mesh, dtypes
 
 

@@ -30,7 +30,7 @@ from fmegatron.step.checker.elements import (
 from fmegatron.step.checker.shapes import Open, grouped, viewed_on_one
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
-__all__ = ["OPS"]
+__all__ = ["OF_NUMBERS", "OPS"]
 
 Node = torch.fx.Node
 Tensor = torch.Tensor
@@ -41,6 +41,11 @@ Tensor = torch.Tensor
 _SMOOTH = frozenset(
     "add sub rsub mul div true_divide neg exp tanh sigmoid log pow square sqrt rsqrt reciprocal sin cos softplus"
     " tanh_backward sigmoid_backward silu gelu erf addcmul".split()
+)
+# Of numbers that are made of no data alone: neither smooth nor linear.
+OF_NUMBERS = frozenset(
+    "eq ne lt le gt ge bitwise_and bitwise_or bitwise_not bitwise_xor logical_and logical_or logical_not logical_xor"
+    " remainder floor_divide abs clamp minimum maximum".split()
 )
 _CHOSEN = frozenset(("where", "masked_fill"))  # by a condition that is made of no data
 
@@ -357,9 +362,7 @@ def _sent(seen: Reader, node: Node) -> list[Elements]:
 
 OPS: Mapping[str, Callable[[Any, Node], Any]] = MappingProxyType(
     dict.fromkeys(_SMOOTH | _CHOSEN, _elementwise)
-    | dict.fromkeys("eq ne lt le gt ge bitwise_and bitwise_or bitwise_not logical_and logical_or logical_not".split(),
-                    _elementwise)
-    | dict.fromkeys("remainder floor_divide abs clamp minimum maximum bitwise_xor logical_xor".split(), _elementwise)
+    | dict.fromkeys(OF_NUMBERS, _elementwise)
     | dict.fromkeys("clone detach alias _to_copy convert_element_type contiguous lift_fresh_copy".split(), _same)
     | dict.fromkeys(("permute", "transpose", "t"), _permuted)
     | dict.fromkeys(("view", "_unsafe_view", "reshape"), _viewed)

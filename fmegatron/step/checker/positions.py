@@ -27,10 +27,10 @@ from fmegatron.layout import Mesh
 from fmegatron.step.checker.context import Scope, line_of, op_name
 from fmegatron.step.checker.dims import UNIFORM, Atom, joined, over
 from fmegatron.step.checker.elements import Elements, Reader
-from fmegatron.step.checker.evaluate import OPS
-from fmegatron.step.checker.shapes import GONE, Open, shape_on_one
+from fmegatron.step.checker.evaluate import OF_NUMBERS, OPS
+from fmegatron.step.checker.shapes import GONE, Open, is_by_value, shape_on_one
 from fmegatron.step.checker.values import OWED, First, Pending, Suspect, Unknown, Value, Varying
-from fmegatron.step.graph.nodes import int_of
+from fmegatron.step.graph.nodes import int_of, items_of
 from fmegatron.step.torch_private import outside_of_tracing
 
 __all__ = ["Positions", "after", "begin", "written"]
@@ -43,6 +43,7 @@ _LIKE = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones 
 _VIEWS = frozenset(("view", "_unsafe_view", "reshape"))
 _KEPT = frozenset((None, "number", *OWED))  # portions of parts, which do not depend on where they are
 _MADE = frozenset(("psum", "all_gather", "reduce_scatter", "ppermute", "expand", "select"))
+_IN_PLACE = OF_NUMBERS | {"masked_fill"}  # padding of a table's own part: nothing moves, and rules know it
 _ASKS = frozenset((table.AXIS_INDEX.op, table.PPERMUTE.op))
 
 
@@ -59,19 +60,24 @@ class Positions:
 
 
 def begin(mesh: Mesh, graph: torch.fx.Graph) -> Positions | None:
-    """What is to be known of a graph's positions; None for one that asks for none."""
-    groups = {}
+    """What is to be known of a graph's positions; None for one that moves nothing by a rank's index. One that only
+    compares ids with where its range begins does not: its values need not be kept."""
+    groups: dict[tuple[str, ...], None] = {}
+    numbers: dict[Node, set[tuple[str, ...]]] = {}  # nodes that are made of no data -> of which indices
     for node in graph.nodes:
-        if node.target in _ASKS:
-            groups[tuple(axis for axis in node.args[1] if mesh[axis] > 1)] = None
+        if node.op != "call_function":
+            continue
+        asked = tuple(a for a in items_of(node.args[1]) if mesh[a] > 1) if node.target in _ASKS else ()
+        if node.target is table.PPERMUTE.op:
+            groups[asked] = None
+        elif node.target is table.AXIS_INDEX.op:
+            numbers[node] = {asked} - {()}
+        elif all(n in numbers for n in node.all_input_nodes):
+            numbers[node] = set().union(*(numbers[n] for n in node.all_input_nodes))
+        elif op_name(node).rstrip("_") not in _IN_PLACE and not _is_range(node, numbers.__contains__):
+            groups |= dict.fromkeys(of for n in node.all_input_nodes for of in numbers.get(n, ()))
     groups.pop((), None)
-    if not groups:
-        return None
-    found = Positions(tuple(groups), {node.name: node for node in graph.nodes})
-    for node in graph.nodes:
-        if node.op == "call_function":
-            found.lines.setdefault(line_of(node), []).append(node)
-    return found
+    return Positions(tuple(groups), {node.name: node for node in graph.nodes}) if groups else None
 
 
 def written(scope: Scope, memory: Node) -> None:
@@ -92,7 +98,9 @@ def after(scope: Scope, node: Node) -> bool:
     for axes in scope.positions.groups:
         if not cut and not any(isinstance(value.marks.get(axis), _OPEN) for axis in axes):
             continue
-        found = _claimed(_Seen(scope, axes), node, value)
+        seen = _Seen(scope, axes)
+        one_number = not node.meta["val"].dim() and seen.is_number(node)  # without a dim that may be made up
+        found = None if one_number or seen.is_unknown(node) else _claimed(seen, node, value)
         if found is not None:
             scope.values[node] = value = found
             return True
@@ -197,6 +205,20 @@ class _Seen(Reader):
             )
         return self.memory.known[key]
 
+    def is_unknown(self, node: Node) -> bool:
+        """Whether something has no evaluation on the way to what rules know: seen before any shape is looked for."""
+        key = ("unknown", self.axes, node)
+        if key not in self.memory.known:
+            self.memory.known[key] = False
+            if node.op == "call_function" and not self.is_number(node) and not self._is_leaf(node):
+                lost = (
+                    _evaluation(node) is None
+                    or op_name(node).rstrip("_") in OF_NUMBERS
+                    or _is_range(node, self.is_number)
+                )
+                self.memory.known[key] = lost or any(self.is_unknown(n) for n in node.all_input_nodes)
+        return self.memory.known[key]
+
     # ---- values that rules know -------------------------------------------------------------------------------------
     def _value(self, node: Node) -> Value | None:
         value = self.scope.values.get(node)
@@ -268,10 +290,7 @@ class _Seen(Reader):
     def _made(self, node: Node, along: frozenset[int] | None = None) -> Any:
         if node.op != "call_function":
             raise Open
-        name = op_name(node).rstrip("_") if hasattr(node.target, "_schema") else "getitem"
-        evaluate: Callable[..., Any] | None = OPS.get(name)
-        collective = kinds.collective_of(node.target)
-        evaluate = OPS.get(collective.name) if collective is not None else evaluate
+        evaluate = _evaluation(node)
         if evaluate is None:
             raise Open
         found = evaluate(self, node) if along is None else evaluate(self, node, along)
@@ -296,7 +315,7 @@ class _Seen(Reader):
         found = self._noted(node, x)
         line = line_of(node)
         if lines and line.endswith(_BACK):
-            before = self.memory.lines.get(line.removesuffix(_BACK), ())
+            before = self.lines().get(line.removesuffix(_BACK), ())
             for one in before:
                 found |= self._noted(one, x) | {-y for y in self._noted(one, -x)}
             if not found and x not in (0, 1, -1) and not any(_given(one.args, x) for one in before):
@@ -350,7 +369,8 @@ class _Seen(Reader):
         todo = [node]
         while todo:
             one = todo[-1]
-            ahead = [n for n in one.all_input_nodes if ("whole", self.axes, n) not in known]
+            inputs = () if is_by_value(self, one) else one.all_input_nodes
+            ahead = [n for n in inputs if ("whole", self.axes, n) not in known]
             if ahead and ("whole", self.axes, one) not in known:
                 todo += ahead
                 continue
@@ -367,10 +387,18 @@ class _Seen(Reader):
             raise Open
         return found
 
+    def lines(self) -> Mapping[str, list[Node]]:
+        """The nodes of each line, found when they are first asked for: most graphs never do."""
+        if not self.memory.lines:
+            for node in self.memory.nodes.values():
+                if node.op == "call_function":
+                    self.memory.lines.setdefault(line_of(node), []).append(node)
+        return self.memory.lines
+
     def forward(self, node: Node, fits: Callable[[Node], bool]) -> list[Node]:
         """The nodes on the line of a node of the backward that fit it; a node of the forward itself has none."""
         line = line_of(node)
-        nodes = self.memory.lines.get(line.removesuffix(_BACK), ()) if line.endswith(_BACK) else ()
+        nodes = self.lines().get(line.removesuffix(_BACK), ()) if line.endswith(_BACK) else ()
         return [one for one in nodes if fits(one)]
 
     def size_as_forward(self, node: Node, shape: Sequence[int], dim: int) -> int:
@@ -389,6 +417,20 @@ class _Seen(Reader):
         if line_of(node).endswith(_BACK) and shape[dim] > 1:
             raise Open
         return int(self.number(node, int_of(shape[dim])))
+
+
+def _is_range(node: Node, is_number: Callable[[Node], bool]) -> bool:
+    """Whether whole numbers of data meet one number of a rank: ids and where its range begins (`ranges.py`)."""
+    if op_name(node) not in ("add", "sub", "rsub") or node.meta["val"].is_floating_point():
+        return False
+    return any(not n.meta["val"].dim() and is_number(n) for n in node.all_input_nodes)
+
+
+def _evaluation(node: Node) -> Callable[..., Any] | None:
+    collective = kinds.collective_of(node.target)
+    if collective is not None:
+        return OPS.get(collective.name)
+    return OPS.get(op_name(node).rstrip("_") if hasattr(node.target, "_schema") else "getitem")
 
 
 def _given(args: Any, x: int | float) -> bool:

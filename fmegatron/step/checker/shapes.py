@@ -18,13 +18,14 @@ from fmegatron.step.checker.dims import over
 from fmegatron.step.checker.values import Pending, Value
 from fmegatron.step.graph.nodes import int_of, items_of, node_of
 
-__all__ = ["GONE", "Open", "grouped", "shape_on_one", "viewed_on_one"]
+__all__ = ["GONE", "Open", "grouped", "is_by_value", "shape_on_one", "viewed_on_one"]
 
 GONE = "one rank would not make it"  # in the place of a shape
 
 Node = torch.fx.Node
 _SHAPED = (table.PSUM, table.PMAX, table.PPERMUTE, table.DECLARE)  # whose results have the shape of what they take
 _KEEP = (table.ALL_GATHER, table.REDUCE_SCATTER, table.CUT)  # on one rank
+_EACH = frozenset("_to_copy clone detach alias".split())
 _MADE = frozenset("zeros ones full empty arange eye new_zeros new_ones new_full new_empty".split())
 
 
@@ -47,7 +48,7 @@ class Numbers(Protocol):
 def shape_on_one(seen: Numbers, node: Node) -> Any:
     """The shape of what a node gives on one rank, where those of its operands are known; of several results a list."""
     collective = kinds.collective_of(node.target)
-    if node.op != "call_function" or (collective is not None and not set(items_of(node.args[1])) & set(seen.axes)):
+    if is_by_value(seen, node):
         return _by_value(seen, node)
     if collective is table.AXIS_INDEX:
         return [()] * len(items_of(node.args[0]))
@@ -62,8 +63,12 @@ def shape_on_one(seen: Numbers, node: Node) -> Any:
         return [seen.whole(n) for n in items_of(node.args[0])]
     if not hasattr(node.target, "_schema"):
         return seen.whole(node_of(node.args[0]))[int_of(node.args[1])]
-    if any([seen.whole(n) == GONE for n in node.all_input_nodes]):
+    shapes = [seen.whole(n) for n in node.all_input_nodes]
+    if GONE in shapes:
         return _without(seen, node)
+    each = op_name(node) in _EACH or torch.Tag.pointwise in getattr(node.target, "tags", ())
+    if each and shapes and all(one == shapes[0] for one in shapes):  # as the op would give it, for a tenth of the calls
+        return shapes[0]
     if op_name(node) in ("slice_backward", "select_backward"):
         return _put_back(seen, node)
     if op_name(node) == "select":
@@ -79,6 +84,13 @@ def shape_on_one(seen: Numbers, node: Node) -> Any:
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory", "memory_format")}
     found = cast("Callable", node.target)(*args, **kwargs, **({"device": "meta"} if not node.all_input_nodes else {}))
     return [tuple(one.shape) for one in found] if isinstance(found, (list, tuple)) else tuple(found.shape)
+
+
+def is_by_value(seen: Numbers, node: Node) -> bool:
+    """Whether its shape is what the rules say of it, whatever it is made of: inputs, collectives over other axes."""
+    collective = kinds.collective_of(node.target)
+    other = collective is not None and not set(items_of(node.args[1])) & set(seen.axes)
+    return node.op != "call_function" or other
 
 
 def _without(seen: Numbers, node: Node) -> Any:
