@@ -247,7 +247,7 @@ def test_threads_that_wait_for_a_core_get_one(monkeypatch):
     while sleeping.native_id in other_threads._runnable():  # it begins
         time.sleep(0.001)
     monkeypatch.setattr(other_threads, "_runnable", lambda real=other_threads._runnable: real() & {sleeping.native_id})
-    monkeypatch.setattr(unchanged, "_RUN_NS", 10**12)  # whoever waits for that fails
+    monkeypatch.setattr(other_threads, "_RUN_NS", 10**12)  # whoever waits for that fails
     other_threads.let_others_run()
     stop.set()
     sleeping.join()
