@@ -229,7 +229,7 @@ def _global_index(index: torch.Tensor, layout: Layout, dim: int, axes: Axes) -> 
             piece = split.rooms(size, layout.counts[dim])[-1]
             there = index - local + start + _start(size, names, index, axes)
         else:
-            piece = size // axis.size
+            piece = size // math.prod(layout.counts[dim])
             there = index - local + start + rank * piece
         out = there if local == 0 else torch.where(index >= local, there, out)
         start, local = start + size, local + piece

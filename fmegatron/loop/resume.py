@@ -331,10 +331,15 @@ def _without(changed: Mapping[str, tuple[Any, Any]], was: Any, now: Any) -> tupl
 
 def _change(name: str, was: Any, now: Any) -> str:
     """`heads 2 -> 4`; of two dicts those entries that differ."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        differ = {key for key in {**was, **now} if not _same(was.get(key, _ABSENT), now.get(key, _ABSENT))}
-        was, now = ({key: value for key, value in side.items() if key in differ} for side in (was, now))
-    return f"{name} {_text(was)} -> {_text(now)}"
+    return f"{name} {_text(_differing(was, now))} -> {_text(_differing(now, was))}"
+
+
+def _differing(one: Any, other: Any) -> Any:
+    """Of two dicts, and of dicts in both, the entries of the first that the other has not."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one
+    pairs = {key: (x, other.get(key, _ABSENT)) for key, x in one.items()}
+    return {key: _differing(*pair) for key, pair in pairs.items() if not _same(*pair)}
 
 
 def _text(value: Any) -> str:

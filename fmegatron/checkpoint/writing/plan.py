@@ -176,7 +176,7 @@ def _turns(
     plans: Sequence[LeafPlan], shards: dict[Hashable, tuple[int, ...]]
 ) -> list[tuple[int, tuple[int, int, int]]]:
     """Who writes the leaves of a line, (turn, line) of each: replica after replica as much of it."""
-    replicas, total = plans[0].layout.replicas, 0
+    replicas, total = int(plans[0].layout.replicas), 0
     if replicas == 1:
         return [(p.turn, p.line) for p in plans]
     places: dict[Hashable, tuple[int, int]] = {}  # by array, where its files begin, and the size of one
@@ -273,7 +273,7 @@ def chunks_to_write(leaf: LeafPlan, rank: int) -> list[tuple[tuple[int, ...], Bo
 
     File after file: all chunks of a file, or those of this leaf in it.
     """
-    boxes, shape, replicas, found = leaf.layout.boxes(rank), leaf.layout.shape, leaf.layout.replicas, []
+    boxes, shape, replicas, found = leaf.layout.boxes(rank), leaf.layout.shape, int(leaf.layout.replicas), []
     shard, (start, size, total) = leaf.shard[len(leaf.at) :] or (1,) * len(leaf.chunk), leaf.line
     files, mine = _file_ranges(boxes, leaf.chunk, leaf.shard[len(leaf.at) :]), leaf.layout.replica(rank)
     if leaf.stack is not None and replicas > 1:  # the files of the leaves before it
