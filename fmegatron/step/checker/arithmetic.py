@@ -65,6 +65,11 @@ def elementwise(scope: Scope, node: Node, kind: str, values: Sequence[Value]) ->
     clash = counted = unclear = frozenset()
     for v in values:
         for d, dim in enumerate(v.dims, rank - len(v.dims)):
+            if dims[d] == dim or not dim:  # as nearly always
+                continue
+            if not dims[d]:
+                dims[d] = dim
+                continue
             meeting = met(dims[d], dim)
             dims[d] = meeting.dim
             if meeting.clash or meeting.counted or meeting.unclear:

@@ -68,9 +68,9 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     kinds.require_mesh_of_graph(graph, scope.mesh, "check", "the layouts")
     values, arguments = scope.values, iter(arguments)
     read = sizes.read(graph)
-    scope.positions = positions.begin(scope.mesh, graph)
-    _mark_live(scope, graph, read)
     inputs = {node: node.all_input_nodes for node in graph.nodes}
+    scope.positions = positions.begin(scope.mesh, inputs)
+    _mark_live(scope, inputs, read)
     uses = Counter(itertools.chain.from_iterable(inputs.values()))
     for node, sources in inputs.items():
         if node.op == "output":
@@ -90,7 +90,7 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
             values[node] = _layer(scope, entry_of(node).graph_module.graph, [values[n] for n in node.args[0]])
         else:
             scope.order[node] = len(scope.order)
-            values[node] = _after(scope, node)
+            values[node] = _after(scope, node, sources)
             if "sums" in node.meta:
                 values[node] = sizes.by_own_size(scope, node, values[node])
             if "made" in node.meta:
@@ -108,40 +108,39 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
     raise AssertionError("graph: no output node")
 
 
-def _mark_live(scope: Scope, graph: torch.fx.Graph, read: frozenset[str]) -> None:
+def _mark_live(scope: Scope, inputs: dict[Node, list[Node]], read: frozenset[str]) -> None:
     """The nodes on which outputs depend, or whose sizes are numbers: all else may be as wrong as it likes."""
     live = scope.live
-    for node in reversed(graph.nodes):
+    for node, sources in reversed(inputs.items()):
         if node.op == "output" or node in live or node.name in read or written_by(node):
-            live.add(node)
-            live.update(node.all_input_nodes)
+            live.update((node, *sources))
 
 
-def _after(scope: Scope, node: Node) -> Any:
-    """The Value of a node by its rule; without one, by those of the ops that it is made of."""
-    found = _value_after(scope, node)
+def _after(scope: Scope, node: Node, sources: list[Node]) -> Any:
+    """The Value of a node by its rule; without one, by those of the ops that it is made of. sources: its inputs."""
+    found = _value_after(scope, node, sources)
     if found is not None or node.meta.get("val") is None:
-        return _still_owed(scope, node, found)
+        return _still_owed(scope, node, sources, found)
     graph = _decomposed(scope, node)
     if graph is None:
         return unproven(scope, node, f"no rule for {node.target}", GO_ON)
     inner = replace(scope, values={}, sizes={}, asked={}, depth=scope.depth + 1)
-    result = _result_of(node, interpreted(inner, graph, [scope.values[n] for n in node.all_input_nodes]))
-    return _still_owed(scope, node, result)
+    result = _result_of(node, interpreted(inner, graph, [scope.values[n] for n in sources]))
+    return _still_owed(scope, node, sources, result)
 
 
-def _still_owed(scope: Scope, node: Node, found: Any) -> Any:
+def _still_owed(scope: Scope, node: Node, sources: list[Node], found: Any) -> Any:
     """What is made of a gradient of which a sum is still to be made, where the rule of an op does not say so itself; a
     backward is linear in the one that it is given."""
     owed: dict[str, str] = {}
-    for source in node.all_input_nodes:
+    for source in sources:
         value = scope.values.get(source)
         for axis, one in value.portion.items() if isinstance(value, Value) and value.portion else ():
             if one in ("mixed", *OWED):
                 owed[axis] = "mixed" if axis in owed else one
     if not owed or kinds.collective_of(node.target) or op_name(node).rstrip("_") in _SCALE_FREE:
         return found
-    first = scope.values.get(node.all_input_nodes[0])
+    first = scope.values.get(sources[0])
     linear = op_name(node).endswith("_backward") and isinstance(first, Value) and owed.keys() <= first.portion.keys()
     return [_owing(v, owed, linear) for v in found] if isinstance(found, list) else _owing(found, owed, linear)
 
@@ -164,7 +163,7 @@ def _layer(scope: Scope, graph: torch.fx.Graph, arguments: list[Value]) -> list[
     return calls[-1][1]
 
 
-def _value_after(scope: Scope, node: Node) -> Any:
+def _value_after(scope: Scope, node: Node, sources: list[Node]) -> Any:
     """The Value (or list of them) of a call_function node, None where no rule covers it."""
     if node.target is operator.getitem:
         source = scope.values[node_of(node.args[0])]
@@ -180,18 +179,16 @@ def _value_after(scope: Scope, node: Node) -> Any:
         signature = scope.signatures[node.target] = _signature(node.target)
     if signature.rule is None:
         return None
-    given = dict(signature.defaults)
-    for name, argument in zip(signature.names, node.args, strict=False):
-        given[name] = _with_values(scope, argument)
-    for name, argument in node.kwargs.items():
-        given[name] = _with_values(scope, argument)
+    given, values = dict(signature.defaults), scope.values
+    for name, argument in itertools.chain(zip(signature.names, node.args, strict=False), node.kwargs.items()):
+        given[name] = values[argument] if isinstance(argument, Node) else _with_values(scope, argument)
     try:
         found = _beside(scope, node, given, signature.rule) if node in scope.beside else None
         found = signature.rule(scope, node, given) if found is None else found
     except _FAULTS as fault:
         return unproven(scope, node, f"internal: its rule fails ({type(fault).__name__}: {fault}); please report it")
     if found is None or _fits(found, node.meta.get("val")):
-        return padding.after(scope, node, found)
+        return padding.after(scope, node, sources, found)
     return unproven(scope, node, f"internal: its rule gives {_sizes(found)}, not the shape it has; please report it")
 
 
@@ -229,7 +226,10 @@ def _fits(found: Any, meta: Any) -> bool:
         if len(dims) != len(shape):
             return False
         for dim, n in zip(dims, shape, strict=True):
-            if (dim[0].size if len(dim) == 1 else size_of(dim)) != n:
+            size = 1
+            for atom in dim:  # as `size_of`: asked of all nodes
+                size *= atom.size
+            if size != n:
                 return False
         return True
     if isinstance(found, list) and isinstance(meta, (list, tuple)):

@@ -106,20 +106,21 @@ TABLE: Mapping[str, Callable[..., Number]] = MappingProxyType(
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------
-def after(scope: Scope, node: Node, found: Any) -> Any:
+def after(scope: Scope, node: Node, inputs: list[Node], found: Any) -> Any:
     """The result of a node with what its padding is, by that of what it is made of."""
-    sources: list[Value] = []
-    for n in node.all_input_nodes:  # asked of all nodes
-        value = scope.values.get(n)
-        if isinstance(value, Value):
-            sources.append(value)
-        elif isinstance(value, list):
-            sources += [v for v in value if isinstance(v, Value)]
     if kinds.collective_of(node.target):
         return _of_collective(scope, node, found)
-    padded = sorted({axis for v in sources for axis in v.pads})
-    if not padded or found is None:
+    sources: list[Value] = []
+    pads = False
+    for n in inputs:
+        value = scope.values.get(n)
+        for v in value if isinstance(value, list) else (value,):
+            if v is not None:
+                sources += (v,)
+                pads = pads or v.pads
+    if not pads or found is None:  # as nearly always
         return found
+    padded = sorted({axis for v in sources for axis in v.pads})
     if op_name(node) in _AFTER:
         return replace(found, pads=sources[0].pads) if isinstance(found, Value) else found
     if isinstance(found, list):

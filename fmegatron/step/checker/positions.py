@@ -15,6 +15,7 @@ for a rank's index or send to neighbours.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,6 @@ _VIEWS = frozenset(("view", "_unsafe_view", "reshape"))
 _KEPT = frozenset((None, "number", *OWED))  # portions of parts, which do not depend on where they are
 _MADE = frozenset(("psum", "all_gather", "reduce_scatter", "ppermute", "expand", "select"))
 _IN_PLACE = OF_NUMBERS | {"masked_fill"}  # padding of a table's own part: nothing moves, and rules know it
-_ASKS = frozenset((table.AXIS_INDEX.op, table.PPERMUTE.op))
 
 
 @dataclass
@@ -59,25 +59,28 @@ class Positions:
     lines: dict[str, list[Node]] = field(default_factory=dict)
 
 
-def begin(mesh: Mesh, graph: torch.fx.Graph) -> Positions | None:
+def begin(mesh: Mesh, inputs: Mapping[Node, list[Node]]) -> Positions | None:
     """What is to be known of a graph's positions; None for one that moves nothing by a rank's index. One that only
-    compares ids with where its range begins does not: its values need not be kept."""
+    compares ids with where its range begins does not: its values need not be kept. inputs: of its nodes, in order."""
     groups: dict[tuple[str, ...], None] = {}
     numbers: dict[Node, set[tuple[str, ...]]] = {}  # nodes that are made of no data -> of which indices
-    for node in graph.nodes:
+    for node, sources in inputs.items():
         if node.op != "call_function":
             continue
-        asked = tuple(a for a in items_of(node.args[1]) if mesh[a] > 1) if node.target in _ASKS else ()
-        if node.target is table.PPERMUTE.op:
-            groups[asked] = None
-        elif node.target is table.AXIS_INDEX.op:
-            numbers[node] = {asked} - {()}
-        elif all(n in numbers for n in node.all_input_nodes):
-            numbers[node] = set().union(*(numbers[n] for n in node.all_input_nodes))
-        elif op_name(node).rstrip("_") not in _IN_PLACE and not _is_range(node, numbers.__contains__):
-            groups |= dict.fromkeys(of for n in node.all_input_nodes for of in numbers.get(n, ()))
+        if node.target is table.PPERMUTE.op or node.target is table.AXIS_INDEX.op:
+            asked = tuple(a for a in items_of(node.args[1]) if mesh[a] > 1)
+            if node.target is table.PPERMUTE.op:
+                groups[asked] = None
+            else:
+                numbers[node] = {asked} - {()}
+            continue
+        of = [numbers[n] for n in sources if n in numbers]
+        if len(of) == len(sources):
+            numbers[node] = set().union(*of)
+        elif any(of) and op_name(node).rstrip("_") not in _IN_PLACE and not _is_range(node, numbers.__contains__):
+            groups |= dict.fromkeys(itertools.chain(*of))
     groups.pop((), None)
-    return Positions(tuple(groups), {node.name: node for node in graph.nodes}) if groups else None
+    return Positions(tuple(groups), {node.name: node for node in inputs}) if groups else None
 
 
 def written(scope: Scope, memory: Node) -> None:
