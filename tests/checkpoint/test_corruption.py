@@ -251,6 +251,7 @@ def check_changes(folder, ranks, seed, times):
 CHANGES = mixed(MESHES, seeds("changes", 1, 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "seed"), few(2, CHANGES))
 def test_changes_are_found(tmp_path, ranks, seed):
     """What is in the way of a reader is found by it, the rest by verify; nothing is silent, nothing without bound."""

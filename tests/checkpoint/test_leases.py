@@ -174,6 +174,7 @@ def test_a_reader_in_another_process(tmp_path, python):
         reader.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_readers_and_retention_at_once(tmp_path):
     """Readers restore the newest step over and over while a writer keeps one: none ever fails, or reads mixed bits."""

@@ -100,6 +100,7 @@ def save_megatron(path, stored):
 TARGETS = (Mesh(), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=4))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("target", "read"), each_value(TARGETS, ("own", "once")))
 def test_ten_rules(tmp_path, states, target, read):
     state, stored = states

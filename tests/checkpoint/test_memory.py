@@ -36,6 +36,7 @@ def test_one_rank(tmp_path, python, kind):
     check(python, kind, 1, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks(tmp_path, python):
     check(python, "grid", 2, tmp_path)

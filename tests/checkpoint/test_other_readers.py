@@ -148,6 +148,7 @@ def saved_whole(folder, kind, mesh):
     return dict(zip(tree.paths(layouts), tree.leaves(state), strict=True)), left
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ON)
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_states_with_tensorstore_alone(tmp_path, kind, mesh):
@@ -168,6 +169,7 @@ def test_whole_states_with_tensorstore_alone(tmp_path, kind, mesh):
             assert np.array_equal(as_bytes(got.read().result()), x.reshape(-1).view(torch.uint8).numpy()), path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["one", "uneven"])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_states_with_zarr_python(tmp_path, with_bfloat16, kind, mesh):

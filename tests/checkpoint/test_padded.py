@@ -86,6 +86,7 @@ SOURCES = [("zero3", Mesh(fsdp=6)), ("hybrid", Mesh(dp=2, fsdp=3, tp=2)), ("zero
 TARGETS = [("zero3", Mesh(fsdp=4)), ("zero1", Mesh(fsdp=7)), ("zero3", Mesh()), ("hybrid", Mesh(dp=2, fsdp=3, tp=2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source, small", few(1, [(s, small) for s in SOURCES for small in (True, False)]))
 def test_a_decoder_across_meshes(tmp_path, source, small):
     name, mesh = source

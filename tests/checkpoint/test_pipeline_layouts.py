@@ -44,6 +44,7 @@ PAIRS = [(a, b) for a in PIPELINES for b in PIPELINES if a != b]
 CHOSEN = [("empty", "tp2"), ("pp4", "pp2"), ("virtual", "pp4"), ("pp2", "custom_virtual"), ("tp2", "v"), ("v", "ends")]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("source, target", [*CHOSEN, *few(1, [pair for pair in PAIRS if pair not in CHOSEN])])
 def test_from_one_pipeline_to_another(source, target):

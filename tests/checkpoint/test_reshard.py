@@ -94,6 +94,7 @@ def state_for(layouts):
     return tree.map(lambda layout: any_bits(layout.shape, layout.dtype, next(counter)), layouts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", few(3, zip(MESHES), map(str, MESHES)))
 def test_every_pair_of_meshes(tmp_path, source):
     saved = layouts_on(source)

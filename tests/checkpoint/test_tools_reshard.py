@@ -39,6 +39,7 @@ def snapshot(root):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     "source, bound", few(2, zip(MESHES[1:6], (4096, 1 << 20, 3000, 5000, 8000), strict=True), map(str, MESHES[1:6]))

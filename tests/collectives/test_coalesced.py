@@ -77,6 +77,7 @@ def assert_same(found, expected, rank):
             assert x.dtype == y.dtype and torch.equal(x.double(), y.double()), f"{name}[{i}] on rank {rank}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "group"), few(8, ALL, [f"{mesh}-{group}" for mesh, group in ALL]))
 def test_values_and_transposes(mesh, group):
     problem = Problem(mesh, group)
@@ -109,6 +110,7 @@ def on_rank(rank, mesh, group, little=None):
         return {name: [(x.double(), x.dtype) for x in xs] for name, xs in found.items()}  # fp8 cannot be pickled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(a=2, b=1), Mesh(a=2, b=2), Mesh(b=2, a=2)], ids=str)
 def test_real_ranks(ranks, mesh):
     for group in GROUPS:
@@ -144,6 +146,7 @@ def jitted_on_rank(rank, mesh, group, little=None, backend="eager"):
         return found, [one.op for one in collectives_of(graph, mesh)], names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "little", "ops", "copies"),
     [

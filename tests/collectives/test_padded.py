@@ -129,6 +129,7 @@ def pairs(layout_of):
     return draw_pair()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(pairs(layouts))
 def test_reshard_between_padded_layouts(pair):

@@ -34,6 +34,7 @@ def on_rank(rank, config):
     return main(config)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_it_learns_and_goes_on_from_two_ranks(tmp_path, ranks):
     first = main(Config(folder=str(tmp_path / "one"), **{**SMALL, "steps": 1}))

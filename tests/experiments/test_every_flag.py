@@ -157,6 +157,7 @@ TWO = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_on_two_ranks(tmp_path, ranks):
     """Replicas that are compared, and what follows where they differ; a rank that is slow."""

@@ -73,6 +73,7 @@ def test_from_the_step_to_the_reduce_scatter_of_a_gradient(monkeypatch, changes)
         assert len({file for file, _ in frames}) <= 6, frames
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"dim": 128, "heads": 2}], ids=str)
 def test_from_the_experiment_to_bytes_on_disk(monkeypatch, tmp_path, changes):

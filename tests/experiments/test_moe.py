@@ -14,6 +14,7 @@ TINY = {"dim": 16, "layers": 1, "heads": 2, "ffn_dim": 24, "seq_len": 16, "batch
 SMALL = {**TINY, "steps": 2, "every": 2, "backend": "eager"}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_two_steps_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib")

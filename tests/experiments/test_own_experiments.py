@@ -70,6 +70,7 @@ def stopped(rank, name, config):
         importlib.import_module(f"experiments.{name}").experiment(config)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in CASES], CASES))
 def test_it_learns_on_one_rank_and_goes_on_there_from_two(name, tmp_path, ranks):

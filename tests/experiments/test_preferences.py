@@ -49,6 +49,7 @@ def test_a_resumed_run_is_the_same(start, tmp_path):
     assert all(map(torch.equal, tree.leaves(whole.state), tree.leaves(parts.state)))
 
 
+@pytest.mark.slow
 def test_it_is_proven(start, tmp_path):
     described = preferences.describe(dataclasses.replace(config(start, tmp_path), mesh=Mesh(dp=2, tp=2)))
     report = step.check(described.function, described.state, described.batch)

@@ -286,6 +286,7 @@ def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monk
     assert json.loads((renamed / "config.json").read_text())["config"]["heads"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, capsys):
     trained(config(tmp_path, steps=6))

@@ -69,6 +69,7 @@ def test_finetune_steps(tmp_path, mesh):
     equal_to_one_rank(finetune, config, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_columns_of_a_padded_vocabulary_count_in_no_loss():
     """Label smoothing adds up all columns of the logits; those behind the bytes are minus infinity under tp."""

@@ -41,6 +41,7 @@ def load(rank, path, kind, size, wanted, with_torchs_names):
     return same(full(got), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind, size, names", [("fsdp", 1, False), ("tp", 2, True), ("fsdp_tp", 4, True)])
 def test_save_and_load_on_any_mesh(ranks, tmp_path, kind, size, names):

@@ -265,6 +265,7 @@ def leaves(value):
         yield value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, size", [("fsdp", 4), ("fsdp_tp", 4)])
 def test_dtensors_on_any_mesh(ranks, tmp_path, kind, size):
     """The moments lie like their parameters; a state dict alone does not say how, and is refused with the fix."""

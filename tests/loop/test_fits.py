@@ -70,6 +70,7 @@ def test_a_state_that_is_too_large_is_not_counted(monkeypatch):
         planned(planned_bytes=1e15)
 
 
+@pytest.mark.slow
 def test_a_step_without_formulas_is_counted_where_its_state_takes_a_quarter():
     """Its activations, too: a matrix of 1024 columns that 512 rows are multiplied with."""
     mesh, optimizer = Mesh(), optim.sgd(0.1)

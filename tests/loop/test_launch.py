@@ -208,6 +208,7 @@ def test_whatever_one_rank_does_is_told_as_its_doing(start):
     assert err.count(lost) <= 2  # and where rank 1 closed its groups before it told why
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(start):
     process = start(2, "--mesh=tp=2")

@@ -30,6 +30,7 @@ def batch_of(i):
     return {"tokens": ids[:, :-1] % 50, "labels": ids[:, 1:] % 50}
 
 
+@pytest.mark.slow
 def test_trained_saved_written_and_merged(tmp_path):
     names, base = page(), init(DECODER, Mesh(), key=5)
     checkpoint.save(tmp_path / "base", base)

@@ -56,6 +56,7 @@ FOUND = (  # by triples: the check refused the first, and could not prove the ot
 )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("values", FOUND, ids=lambda values: " ".join(map(str, values.values())))
 def test_what_triples_found_is_proven(values):

@@ -84,6 +84,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "strategy"), few(1, STEPS, [str(mesh) for mesh, _ in STEPS]))
 def test_a_train_step_is_proven_and_the_same(mesh, strategy):
@@ -129,6 +130,7 @@ def test_what_cannot_be():
     assert DataParallel().batch_layout((4,), torch.int64, Mesh(cp=2)) == Layout((4,), torch.int64, Mesh(cp=2))
 
 
+@pytest.mark.slow
 def test_batches_bring_the_order_of_a_balanced_ring():
     """A user arranges nothing by hand: the loader's order on a mesh has the loss of the text in order on one rank."""
     mesh, config = Mesh(fsdp=2, cp=2), small(context="balanced", max_seq=16)

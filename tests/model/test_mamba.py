@@ -112,6 +112,7 @@ SPLIT = mixed([Mesh(cp=2), Mesh(cp=4), Mesh(cp=2, tp=2), Mesh(fsdp=2, cp=2)], [1
 SPLIT_IDS = ["-".join(map(str, case)) for case in SPLIT]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "groups", "documents"), few(1, SPLIT, SPLIT_IDS))
 def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
@@ -127,6 +128,7 @@ def test_states_go_from_rank_to_rank(mesh, groups, documents, monkeypatch):
     check(hybrid(groups, 1, sequence_parallel=groups == 1), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "groups", "documents"), few(1, SPLIT, SPLIT_IDS))
 def test_a_split_sequence_is_proven(mesh, groups, documents):

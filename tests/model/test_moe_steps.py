@@ -103,6 +103,7 @@ EDGES = {
 EDGE_MESHES = {"one token on a rank": Mesh(dp=2, ep=2), "one document over all ranks": Mesh(cp=2, ep=2)}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", few(1, [(name,) for name in EDGES], list(EDGES)))
 def test_edges(name):

@@ -158,6 +158,7 @@ def test_on_a_mesh(name):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("sequence_parallel", few(1, [(False,), (True,)], ["", "sequence parallel"]))
 def test_every_output_is_proven(sequence_parallel):

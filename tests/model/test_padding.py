@@ -161,6 +161,7 @@ def test_a_refused_update_moves_no_bias(name):
 
 
 # ---- shares of the step before ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_balance_by_the_loads_of_the_step_before():
     """Shares are those of the text of all microbatches and ranks, equal ones at first; steps go by them."""
     of, batch = decoder(model.MoE(ROUTER, 6, balance=0.3, balance_of="step before")), padded(2 * TEXT, "padding", 0)

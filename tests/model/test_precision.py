@@ -157,6 +157,7 @@ def on_rank(rank, mesh, name, params, batch):
 REAL = ["bf16 wire", "fp8", "sums in bf16"]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", few(1, [(name,) for name in REAL], REAL))
 def test_real_ranks(ranks, name):

@@ -84,6 +84,7 @@ def test_with_a_mask(mesh):
     check(dataclasses.replace(CONFIG, z_loss=1e-2), mesh, mask=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "sequence_parallel"), few(1, [("mincut", False), ("inputs", True), ("mincut", True), ("inputs", False)])
 )

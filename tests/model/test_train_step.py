@@ -46,6 +46,7 @@ CASES = mixed(MESHES, [0.01, None])
 EVERYTHING = [Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "clip_norm"), few(2, CASES, map(str, CASES)))
 def test_steps(mesh, clip_norm):
     check(dataclasses.replace(CONFIG, tied=mesh.size == 8, z_loss=1e-3), mesh, clip_norm)

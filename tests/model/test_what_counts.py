@@ -219,6 +219,7 @@ def statistics_over_rows(nll_BS, axes):
     return {"spread": step.mean((nll_BS.mean(1) - mean / n).square().sum(), len(nll_BS))}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("coupled", [softmax_over_rows, statistics_over_rows])
 def test_coupled(coupled):

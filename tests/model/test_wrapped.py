@@ -222,6 +222,7 @@ def without_own(params):
     return {k: without_own(v) for k, v in params.items() if k not in ("own", "gain", "lora")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "how"), GENERATED, ids=["-".join(one) for one in GENERATED])
 def test_generation_equals_the_growing_prompt(name, how):
     """Ragged prompts too."""

@@ -40,6 +40,7 @@ def order_for(form, mesh):
 
 
 # ---- proofs ----------------------------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize("case, masks", few(4, CASES, [f"{f}-{m}-{masks}" for (f, m), masks in CASES]))
 def test_equal_to_one_rank(case, masks):
     """Documents begin inside of a rank's part; that of the second row begins where the next rank's part does."""
@@ -59,6 +60,7 @@ def test_one_rank_is_attention_with_a_mask():
     torch.testing.assert_close(got, (s.softmax(-1) @ v).transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["ring", "gathered", "ulysses"])
 def test_the_order_of_tokens_is_no_part_of_the_maths(form):
     orders = (torch.arange(S), zigzag(S, 4), torch.randperm(S, generator=torch.Generator().manual_seed(0)))
@@ -68,6 +70,7 @@ def test_the_order_of_tokens_is_no_part_of_the_maths(form):
         torch.testing.assert_close(sim.gather("0/k"), sims[0].gather("0/k"), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_document_that_one_rank_has_alone_and_one_that_all_share():
     """Every kind of document: some within a rank, one of one position, one over three ranks."""
     weights, batch = values()

@@ -22,6 +22,7 @@ MESHES = {name: setting.mesh for name, setting in SETTINGS.items()}
 CASES = [(of, skew) for of in SETTINGS for skew in (0.0, 9.0)]  # 9.0: all tokens to the first experts, none to others
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("of, skew", few(3, CASES, [f"{of}-{skew}" for of, skew in CASES]))
 def test_equal_to_one_rank(of, skew):
@@ -95,6 +96,7 @@ def layer_of(mesh, top_k, tokens=(B, S), **more):
 DENSE = [(1, (B, S)), (3, (B, S)), (E, (B, S)), (2, (4, 1)), (E, (4, 1))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "of"), each_value([Mesh(ep=1), Mesh(ep=4), Mesh(dp=2, ep=2)], DENSE, ids=[str, str]))
 def test_against_a_dense_sum(mesh, of):
     """K = 1, K = E, one token on each rank."""
@@ -105,6 +107,7 @@ def test_against_a_dense_sum(mesh, of):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(ep=4), Mesh(dp=2, ep=2)], ids=str)
 def test_fewer_rows_that_are_enough(mesh):
     """Room for as many rows as came changes nothing; one less, and the result of every rank is NaN."""
@@ -201,6 +204,7 @@ def refusing(mesh, rows):
     return build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy), state_specs(specs, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [None, 3], ids=["all rows", "too few"])
 def test_overflow_refuses_the_step(rows):
     mesh = Mesh(dp=2, ep=2)

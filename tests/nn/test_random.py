@@ -29,6 +29,7 @@ def drawn(kind, shape, key=1, count=COUNT, dtype=torch.float32, **how):
 
 
 # ---- the same numbers everywhere -------------------------------------------------------------------------------------
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "kind"), each_value(LAYOUTS, KINDS))
 def test_the_same_bits_on_every_mesh(name, kind):
     layout = LAYOUTS[name]
@@ -39,6 +40,7 @@ def test_the_same_bits_on_every_mesh(name, kind):
     assert torch.equal(sim.globals(), drawn(kind, layout.shape))
 
 
+@pytest.mark.long
 @kinds
 @pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(dp=2, tp=2), Mesh(tp=4)], ids=str)
 def test_a_count_for_each_row_stays_with_the_row(kind, mesh):

@@ -5,6 +5,7 @@ import pytest
 from tests.notebooks.rerun import committed, rerun
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_outputs_are_true():
     cells = committed("04_data_parallel.ipynb")

@@ -177,6 +177,7 @@ def test_a_frozen_matrix_of_the_decoder_costs_no_product():
     assert products([]) - products(RULES[3:]) == tiny.CONFIG.layers
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_mup_scales_the_first_step_of_a_wide_decoder():
     """By base fan_in / fan_in for hidden matrices and the head, by nothing for embeddings and norms."""

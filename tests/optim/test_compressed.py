@@ -162,6 +162,7 @@ def with_fp32():
     return trained(optim.adamw(1e-2, b2=0.99))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", QUALITY.values(), ids=QUALITY)
 def test_moments_train_as_float32_does(rules, with_fp32):
     """Within 2 % of the loss that float32 moments reach, which is far below that of the start."""

@@ -45,6 +45,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("mesh, share", few(1, CASES, map(str, CASES)))
 def test_a_mesh_trains_as_one_rank(mesh, share):

@@ -99,6 +99,7 @@ MANY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh, changes, layers", MANY.values(), ids=MANY)
 def test_all_leaves_of_a_decoder_at_once(mesh, changes, layers):
     table = decoder_leaves(mesh, layers, **changes)

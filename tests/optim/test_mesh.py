@@ -82,6 +82,7 @@ def test_sharded_is_plain(row, mesh):
 PLACED = mixed(TABLE, PLACES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("row", "place"), few(5, PLACED, map("-".join, PLACED)))
 def test_sharded_is_plain_wherever_a_strategy_puts_the_state(row, place):
     """Layouts O of the ZeRO levels: more dims split, two axes on one dim, flattened leaves."""
@@ -123,6 +124,7 @@ def test_a_checkpoint_resumes_bitwise_on_another_mesh(row, tmp_path):
     assert_same(run(opt, *back, range(3, 5)), run(opt, *half, range(3, 5)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", few(5, [(row,) for row in EVERY.values()], EVERY))
 def test_the_checker_proves_a_train_step(row):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

@@ -58,6 +58,7 @@ def make_step(make, clip_norm, mesh):
     return build_train_step(loss_fn, opt, layouts, axes, clip_norm=clip_norm), opt
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make, clip_norm", cases())
 def test_no_op_of_the_graph_asks_the_host(make, clip_norm):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
@@ -82,6 +83,7 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make, clip_norm", cases())
 def test_no_op_that_runs_asks_the_host(make, clip_norm):
     """The step that jit made, called a second time: what the trace saw is what runs."""

@@ -57,6 +57,7 @@ def test_check_proves_it(name, strategy):
     assert not report.findings and not report.unproven, str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "strategy"), few(1, CASES, map("-".join, CASES)))
 def test_ranks_train_as_one(name, strategy):

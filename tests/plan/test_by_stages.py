@@ -53,6 +53,7 @@ def test_schedules_as_they_are():
     assert "F of the table" in str(plans["gpipe"])
 
 
+@pytest.mark.slow
 def test_a_search_over_pp():
     found = plan.search(described, plan.meshes_of(8, ("pp", "fsdp", "tp")), 1 << 30, rates=RATES)
     meshes = [one.mesh for one in found.found]

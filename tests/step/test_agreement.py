@@ -93,6 +93,7 @@ def warm(rank):
     return rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["nothing", "all rows"])
 def test_ranks_that_agree_go_on(ranks, how):
     """Also where all of them change the batch in the same call, and back."""

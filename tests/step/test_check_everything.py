@@ -87,6 +87,7 @@ def test_options(name):
     assert_nothing_found(*problem(MESH, OPTIMIZERS["adamw"], **OPTIONS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", few(1, [("zero1",), ("zero3",)]))
 def test_shakespeare(strategy):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

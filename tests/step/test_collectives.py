@@ -115,6 +115,7 @@ LOWERED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "save"), few(2, LOWERED, [f"{mesh}-{save}" for mesh, save in LOWERED]))
 def test_lowered_graph(ranks, mesh, save):

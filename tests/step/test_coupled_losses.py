@@ -109,6 +109,7 @@ def arguments(step=0):
     return state, {name: torch.randn(ROWS, 12, generator=generator, dtype=F64) for name in ("x", "y")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss, setting, strategy", each_value(LOSSES, SETTINGS, STRATEGIES, ids=NAMES))
 def test_parity_on_every_mesh(loss, setting, strategy):
     (mesh, n), strategy = setting, STRATEGIES[strategy]

@@ -61,6 +61,7 @@ def test_a_leaf_becomes_a_permutation_of_a_value_put_into_it():
     assert different(f, {k: old() for k in forms}, AT, NEW) == []
 
 
+@pytest.mark.slow
 def test_a_leaf_becomes_a_view_of_its_permutation():
     """The new value is a copy in another order, seen through a view: it was written while the old one was read."""
 
@@ -76,6 +77,7 @@ def test_a_leaf_becomes_a_view_of_its_permutation():
     assert different(f, {name: old() for name in "xyzw"}) == []
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_permutation_is_returned_beside_the_leaf():
     """The reader at another index is not what is written."""

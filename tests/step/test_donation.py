@@ -168,6 +168,7 @@ def _assigned_at(to, i, v):
 ALL_BACKENDS = ["inductor", pytest.param("compile", marks=pytest.mark.slow), "aot_eager", "eager"]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("half", few(1, [(0,), (1,)]))
 @pytest.mark.parametrize("backend", ALL_BACKENDS)

@@ -144,6 +144,7 @@ def test_other_shapes_and_dtypes(backend):
     assert len(layer.halves) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_microbatches_and_nested_layers():
     """A layer in a layer in a gradient that is one node of the step, run for each of two microbatches."""

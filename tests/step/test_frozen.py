@@ -65,6 +65,7 @@ def cost(names, **how):
     return products, reduced
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_a_frozen_base_costs_nothing_in_the_backward(how):
     (all_products, all_reduced), (products, reduced) = cost(("base", "pair"), **how), cost(("pair",), **how)
@@ -72,6 +73,7 @@ def test_a_frozen_base_costs_nothing_in_the_backward(how):
     assert all_products - products == L * (B // 2) * D * D  # x^T g of each matrix
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_gradients_are_bitwise_those_of_a_step_that_trains_all(how):
     given = (params(), torch.randn(B, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64))

@@ -67,6 +67,7 @@ def zero1(rank, make, backend, reference):
         return len(where), *counts, stayed, all(same(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "backend", "reference"),

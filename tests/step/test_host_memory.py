@@ -150,6 +150,7 @@ def test_the_same_numbers(name):
     assert dims and all(memory_of(x) == "host" for x in dims.values())
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"clip_norm": None}, {"clip_norm": 1e-3}], ids=str)
 def test_the_same_numbers_of_steps(how):
@@ -216,6 +217,7 @@ def test_leaves_that_read_each_other(monkeypatch, name, donate, memory, copies):
     assert_same(new, SWAPS[name](*values))
 
 
+@pytest.mark.slow
 def test_moments_alone():
     state, _, run = trained(optim.adamw(1e-2), [("adam", "host")])
     memories = {path: memory_of(x) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)}
@@ -248,6 +250,7 @@ def updated(monkeypatch, memory, optimizer):
     return state, entry_of(node), computed
 
 
+@pytest.mark.slow
 def test_the_host_updates(monkeypatch):
     """Gradients travel, and parameters; moments and masters stay where they are."""
     state, run, computed = updated(monkeypatch, "host-update", optim.adamw(1e-2))
@@ -259,6 +262,7 @@ def test_the_host_updates(monkeypatch):
         assert travels == {torch.bfloat16} and sum(at.stored) == 1 and len(at.outs) == 4
 
 
+@pytest.mark.slow
 def test_who_updates_what_is_in_both(monkeypatch):
     """The host what is all its own; the device a leaf of which a moment is to be fetched."""
     state, run, computed = updated(monkeypatch, [("adam/m", "host-update"), (".*", "host")], optim.adamw(1e-2))
@@ -270,6 +274,7 @@ def test_who_updates_what_is_in_both(monkeypatch):
     assert_same(on_device(1), state)
 
 
+@pytest.mark.slow
 def test_what_is_not_element_by_element_is_updated_on_the_device(monkeypatch):
     state, *_ = updated(monkeypatch, "host-update", optim.muon(1e-2))
     assert_same(trained(optim.muon(1e-2), "device", count=1)[0], state)
@@ -476,6 +481,7 @@ def test_check_passes_what_is_right():
     assert step.check(right, (layout("host"), layout("device")), layout("device")).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "memory"), [("zero1", "host"), ("zero3", "host-update")])
 def test_check_passes_the_step(strategy, memory):
     mesh, by = Mesh(fsdp=2, tp=2), DataParallel.named(strategy)
@@ -485,6 +491,7 @@ def test_check_passes_the_step(strategy, memory):
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("memories", [("host", "device"), ("device", "host-update"), ("host", "host")])
 def test_a_run_goes_on_in_another_memory(tmp_path, memories):

@@ -66,6 +66,7 @@ def test_the_same_numbers(monkeypatch):
     assert order == ["begin", *["wait_", "begin"] * (order.count("begin") - 1), "wait_"] and len(order) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"memory": [("params", "host")]}, {"donate": None}], ids=str)
 def test_the_same_numbers_otherwise(monkeypatch, how):
@@ -196,6 +197,7 @@ def test_the_plan_counts_them_on_the_host():
     assert some.peak - all_.peak > params / 2, (str(some), str(all_))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "strategy"), each_value([Mesh(fsdp=3), Mesh(fsdp=7), Mesh(dp=2, fsdp=5)], ["zero1", "zero3", "hybrid"])
 )

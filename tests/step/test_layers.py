@@ -60,6 +60,7 @@ def test_it_is_the_loop(how):
     torch.testing.assert_close((grads, got), (wanted, loss), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "name"), each_value(MESHES[1:], HOW))
 def test_on_a_mesh(mesh, name):
     how = HOW[name]

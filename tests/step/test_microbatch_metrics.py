@@ -65,6 +65,7 @@ def a_parameter(p, b):
 RIGHT = (tokens_float, tokens_int32, with_numbers, rows_of_the_batch, rows_of_the_loss, statistics, a_parameter)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aux", RIGHT, ids=lambda f: f.__name__)
 def test_n_microbatches_mean_one(aux):
     params, batch = {"w": torch.tensor(0.7, dtype=torch.float64)}, batch_of(masked_rows=(0, 1, 5))

@@ -65,6 +65,7 @@ def test_nothing_of_a_layer_stays(save):
     assert left == before - there < stream  # the angles of RoPE, which are arguments of all layers
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_small_values_stay():
     _, all_of_them = kept_bytes(traced("mincut", 0))
@@ -107,6 +108,7 @@ def test_the_same_numbers(save, backend):
         assert_frees(codes[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_order_of_compiled_code():
     args = (fresh_state(tiny.mlp_params(LAYERS), tiny.OPTIMIZER), tiny.mlp_batch())

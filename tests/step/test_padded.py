@@ -109,6 +109,7 @@ def test_a_mistake_beside_ranges_is_blamed():
 DECODER = mixed(NAMES, (Mesh(fsdp=3), Mesh(fsdp=6), Mesh(dp=2, fsdp=3), Mesh(fsdp=3, tp=2)), (1, 2), (None, 0.05))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mesh, microbatches, clip_norm", few(1, DECODER, map(str, DECODER)))
 def test_decoder_equals_torch(name, mesh, microbatches, clip_norm):
     """Tied weights, a mask that leaves rows few tokens, several microbatches."""
@@ -242,6 +243,7 @@ def meshes_of(name, n, tps):
 GRID = [(size, name) for size in DECODERS for name in NAMES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size, name", few(5, GRID))
 def test_every_rank_holds_its_share(size, name):
     """On paper: nothing is allocated. Worst: 1.0121, of Mixtral, hybrid, dp=40·fsdp=8·tp=8."""

@@ -92,6 +92,7 @@ def prove(mesh, name):
 CASES = mixed(NAMES, MESHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, mesh", few(1, CASES, map(str, CASES)))
 def test_no_bit_of_a_training_depends_on_ranks(name, mesh):
     """AdamW with both moments in 8 bits, clipped, after three updates."""

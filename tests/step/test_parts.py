@@ -288,6 +288,7 @@ OF_THE_BATCH = [weight_of_the_batch, weight_through_a_part_of_memory, weight_of_
 READ = [weight_that_was_read, count_that_was_read, count_of_a_weight_that_was_read]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["one", "dp2 fsdp2"])
 @pytest.mark.parametrize("loss", OF_THE_BATCH, ids=lambda f: f.__name__)
 def test_a_weight_of_the_batch_is_refused_with_several_microbatches(loss, mesh):
@@ -334,6 +335,7 @@ def weight_of_no_value(of):
     return {"lm": torch.full((), 0.5 * len(of.nll[0]), dtype=F64) * cases.lm(of)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("loss", [weight_of_a_parameter, weight_of_no_value], ids=lambda f: f.__name__)
 def test_a_weight_that_is_the_same_for_all_is_right(loss, n):

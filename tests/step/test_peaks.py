@@ -133,6 +133,7 @@ def test_weights_of_two_layers_at_most(overlap, run_on):
     assert peak(run, state, batch) <= limit(STRATEGIES["zero3"], mesh, 1) + late
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_layer_that_stays_gathered_is_seen(run_on, monkeypatch):
     """What the formulas would not notice, they would not prove."""

@@ -113,6 +113,7 @@ def in_bf16(mesh, precision):
     return step.build(loss_fn, optim.sgd(0.1), specs, shape, precision=precision)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(
     "precision", [Precision.bf16(), Precision.bf16_wire(), Precision.fp8_wire()], ids=["bf16", "bf16 wire", "fp8 wire"]
@@ -198,6 +199,7 @@ def test_small_weights_stay():
     assert collectives(dim=128, width=256) == {"all_gather": 1, "reduce_scatter": 1, "psum": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS[1:4])
 def test_many_small_weights(way, little):

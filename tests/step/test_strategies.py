@@ -58,6 +58,7 @@ def test_ten_steps_equal_torch_all(case):
 ON_RANKS = [case for case in ALL if case[1].size > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(FIELDS, few(1, ON_RANKS, map(str, ON_RANKS)))
 def test_losses_in_fp32(name, mesh, microbatches, clip_norm):
@@ -98,6 +99,7 @@ def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(name, policy):
 BF16 = [case for case in mixed(STRATEGIES, MESHES, POLICIES, (1, 3), (None, 0.05)) if case[1].size > 1]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name, mesh, policy, microbatches, clip_norm", few(1, BF16, map(str, BF16)))
 def test_bf16_stays_near_one_rank(name, mesh, policy, microbatches, clip_norm):

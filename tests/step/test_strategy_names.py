@@ -31,6 +31,7 @@ def trained(mesh, strategy):
     return sim.metrics, sim.globals()[0], check(step, *ins)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["replicated", "zero1", "zero3", "hsdp"])
 def test_other_names_are_other_names_only(name):

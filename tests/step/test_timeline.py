@@ -121,6 +121,7 @@ def test_a_function_that_is_not_compiled_needs_a_mesh():
         timeline(tiny.mlp_step())
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_more_ranks_than_there_are_processes():
     mesh, of = Mesh(fsdp=8), config(1)

@@ -71,6 +71,7 @@ def test_right(name, mesh, use, optimizer, microbatches, clip_norm):
     assert_parity(lambda m: made(m, *options)[0], mesh, whole, {"x": x}, layouts=(state, batch), steps=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, mesh", each_value(NAMES, (*MESHES[:2], Mesh(fsdp=4, tp=2), Mesh(dp=2, fsdp=2, tp=2))))
 def test_one_unused_leaf_beside_one(name, mesh):
     """As it was found: two leaves of one shape, on meshes that divide neither dim nor range; and one that tp splits."""
@@ -107,6 +108,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_number_that_is_not_0_is_found(name):
     with pytest.raises(ValueError, match="the padding of the output 0/params/z is .*, zeros must stay zeros"):

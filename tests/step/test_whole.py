@@ -12,6 +12,7 @@ from tests.step.own_towers import WHOLE, described, start
 from tests.step.proven import proven_and_equal
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "way"), each_value([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], WHOLE))
 def test_on_a_mesh(mesh, way):
     how = {"way": way, "strategy": "hsdp", "dim": 16, "width": 32}
@@ -41,6 +42,7 @@ def small(mesh, precision=None, loss=None, **how):
 IDS = {"ids": torch.arange(16) % 8}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], ids=str)
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -152,6 +152,7 @@ DECODERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "name", "microbatches", "changes"), few(2, DECODERS))
 def test_the_standard_step_of_a_decoder(mesh, name, microbatches, changes):

@@ -85,6 +85,7 @@ def test_wrong_flags(experiment, capsys):
     assert run("--help")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_shakespeare():
     small = {"dim": 16, "layers": 1, "heads": 2, "seq_len": 8, "batch_size": 4, "microbatches": 2}

@@ -85,6 +85,7 @@ def restore_by_two(rank, folder):
         return step, torch.equal(got["w"], mine)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_lost_nodes(ranks, tmp_path):
     ranks.run(save, str(tmp_path), 1)

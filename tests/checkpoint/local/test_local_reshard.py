@@ -75,6 +75,7 @@ def there_and_back(folder, saved, wanted, **options):
         assert warned == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=2, tp=2), Mesh(fsdp=2), Mesh(fsdp=8), Mesh(fsdp=1)], ids=str)
 @pytest.mark.filterwarnings("ignore:local replicas. some shards:RuntimeWarning")
 def test_other_layouts(tmp_path, mesh):
@@ -275,6 +276,7 @@ def test_the_check_sees_a_wrong_place(tmp_path, monkeypatch):
 FOUR, TWO = Mesh(pp=1, dp=2, fsdp=2, tp=1), Mesh(pp=1, dp=1, fsdp=1, tp=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source, target", [(FOUR, TWO), (TWO, FOUR)], ids=["4 to 2", "2 to 4"])
 def test_a_training_state(tmp_path, source, target):
     """Parameters, moments and masters (flat ranges over dp), each on two nodes."""

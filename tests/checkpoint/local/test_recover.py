@@ -61,6 +61,7 @@ def test_own_disk_first_and_nothing_sent(tmp_path):
     assert sent == [0] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wiped", [(0,), (1, 2), (0, 3), (0, 2)], ids=str)
 def test_replaced_nodes_get_their_shards_and_replicas_back(tmp_path, wiped):
     cluster = Cluster(tmp_path, 4)

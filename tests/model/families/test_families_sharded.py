@@ -63,6 +63,7 @@ def assert_proven(decoder, mesh, save="inputs", **others):
 PROVEN = mixed(DENSE, [False, True])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sequence_parallel"), few(1, PROVEN, ["-".join(map(str, case)) for case in PROVEN]))
 def test_every_output_is_proven(name, sequence_parallel):
     assert_proven(family(name, sequence_parallel=sequence_parallel), Mesh(dp=2, fsdp=2, tp=2))

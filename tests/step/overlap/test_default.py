@@ -136,6 +136,7 @@ def test_more_memory_is_more_overlap():
     assert travelling == sorted(travelling) and travelling[0] < travelling[-1]
 
 
+@pytest.mark.slow
 def test_nothing_is_moved_where_nothing_would_be_hidden():
     """ZeRO-1 and replicas of one's own module, and one rank: the graph stays what it is, and the compiler may order."""
     for mesh, strategy in ((Mesh(dp=2), "zero1"), (Mesh(dp=2), "replicated"), (Mesh(), "zero3")):
@@ -162,6 +163,7 @@ def both(rank, mesh, strategy):
         return same_bits(by_default, in_order), ordered, plain
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(fsdp=4), "zero3"), (Mesh(dp=2, fsdp=2), "hsdp")], ids=str)
 def test_the_same_bits_on_four_ranks(ranks, mesh, strategy):

@@ -101,6 +101,7 @@ def test_compiled(ranks):
         assert found == dict.fromkeys(policies, (True, True, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("ranks", "joined"), [(2, 1), (4, 0)])
 def test_a_sum_of_the_library_keeps_its_order(ranks, joined):

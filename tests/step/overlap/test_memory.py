@@ -37,6 +37,7 @@ def counted(module, setting) -> tuple[Counter, float]:
     return starts, gathered_bytes(graph) / largest_unit_bytes(module.graph)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "gathers", "scatters", "reductions", "layers"),
     [
@@ -54,6 +55,7 @@ def test_by_default(setting, gathers, scatters, reductions, layers):
     assert alive == pytest.approx(layers, abs=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tied", "reshard", "gathers", "scatters", "layers"),
     few(
@@ -99,6 +101,7 @@ def wide(save, vocab=1024):
     return lowered_of(config(4, vocab_size=vocab, **shape), save=save)
 
 
+@pytest.mark.slow
 def test_where_memory_is_highest_overlap_gives_way():
     """With a large vocabulary the peak is at the loss, and behind it: there gathers wait for their turn, and the head's
     gradient does not travel while the last block computes."""
@@ -112,6 +115,7 @@ def test_where_memory_is_highest_overlap_gives_way():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_where_it_is_highest_at_the_end_the_ends_part():
     """Where layers save only inputs the peak is where the gradients of all layers are stacked, which needs the first

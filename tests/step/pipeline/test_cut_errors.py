@@ -69,6 +69,7 @@ def detached(params, batch):
     return trunk(params, batch, lambda x, n: stage(x.detach() if n else x, n))[0].square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loss_fn", "how", "wanted"),
     [

@@ -56,6 +56,7 @@ def values_of(loss_fn, mesh, pipeline):
     return [loss, *tree.leaves(grads)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss_fn", [half_penalized, through_softmax, through_cumsum])
 def test_shared_parameters(loss_fn):
     one = values_of(loss_fn, Mesh(), None)
@@ -85,6 +86,7 @@ def test_rows_of_an_evaluation_by_stages_are_cut_as_those_of_the_step(axis):
         assert torch.equal(torch.as_tensor(rows), wanted), rank
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_evaluated_by_stages():
     kind, describe = load_experiment(str(Path(__file__).parents[3] / "experiments" / "mixer.py"))
     value = describe(kind(mesh=Mesh(pp=2, fsdp=2), dim=8, layers=2, seq_len=8, batch_size=8, microbatches=2))

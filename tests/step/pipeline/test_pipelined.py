@@ -74,6 +74,7 @@ def compared(name: str, count: int):
     return hand.worst(one, hand.steps(grad_fn, params, layouts, batch, count))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["uneven, shared ends", "foreign"])
 def test_it_is_microbatches(name):
     error, path = compared(name, 1)
