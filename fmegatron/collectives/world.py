@@ -326,6 +326,19 @@ class World:
         for work in works:
             work.wait()
 
+    def on_all(self, work, what: str):
+        """`work()` of each rank; where it fails on one, RuntimeError with its message on all, none of which goes on."""
+        result = error = None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        try:
+            self.agree(None if error is None else f"{type(error).__name__}: {error}", what)
+        except RuntimeError as raised:
+            raise raised from error
+        return result
+
     def leader_first(self, work, what: str):
         """Run `work()` on one rank of each node, then on the others; for work that fills a cache shared by a node.
 
@@ -334,16 +347,7 @@ class World:
         if self.size == 1:
             return work()
         leader = int(os.environ.get("LOCAL_RANK", self.rank)) == 0
-        result = error = None
-        if leader:
-            try:
-                result = work()
-            except Exception as e:
-                error = e
-        try:
-            self.agree(None if error is None else f"{type(error).__name__}: {error}", what)
-        except RuntimeError as e:
-            raise e from error
+        result = self.on_all(work if leader else lambda: None, what)
         return result if leader else work()
 
     # ---- life ------------------------------------------------------------------------------------------------------

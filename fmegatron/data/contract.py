@@ -83,6 +83,11 @@ class _Function(Source):
         self._before.append({name: text for name, text in values.items() if after.get(name) != text})
         return batch
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of what the first call has changed: its batches cannot follow from what was in it."""
+        return tuple(sorted(name for before in self._before for name in before))
+
     def describe(self) -> dict[str, Any] | None:
         values = closures.used(self.function)
         for before in self._before:
@@ -95,7 +100,8 @@ def source(function: Callable[[int], structure.Tree]) -> Source:
 
     It states the numbers, texts and arrays that the function uses beside its argument (closes over, has as defaults,
     reads of its module), and functions that it closes over or calls in its module, so that a resume with another of
-    them is refused. What the first call changes (a buffer that it fills) is stated as it was before. Lists, dicts and
+    them is refused; a name that only one of the two has is named. What the first call changes (a buffer that it fills)
+    is stated as it was before, and its elements are not compared. Lists, dicts and
     objects are not compared, nor is the function's text: a class with `describe` states more.
 
     >>> @source
@@ -110,6 +116,11 @@ def source(function: Callable[[int], structure.Tree]) -> Source:
             "needs none"
         )
     return _Function(function)
+
+
+def written_by(given: Source) -> tuple[str, ...]:
+    """The names of what a function of data uses and has written to: a resume does not compare what is in them."""
+    return given.written if isinstance(given, _Function) else ()
 
 
 def source_name(given: Source) -> str:

@@ -120,6 +120,30 @@ def content_of(path: str | os.PathLike) -> bytes | None:
     return look(read, None)
 
 
+def open_regular(path: str | os.PathLike) -> int:
+    """A descriptor for reading a regular file, a link to one too; no pipe is waited for. Raises OSError: EINVAL for
+    what is no regular file, such as a device, which may have no end."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
+    return file
+
+
+def text_of(path: str | os.PathLike, most: int = 64 << 20) -> str:
+    """The text of a file for people or of JSON. Raises OSError: EINVAL for no regular file, EFBIG for more than `most`
+    bytes; what is no UTF-8 becomes a mark."""
+
+    def read() -> str:
+        with os.fdopen(open_regular(path), "rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise OSError(errno.EFBIG, f"is longer than {most} bytes", os.fspath(path))
+        return data.decode(errors="replace")
+
+    return look(read)
+
+
 def files_below(root: str, dir_fd: int | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
     """`os.walk`, or `os.fwalk` with a descriptor, without following links, and without its silence.
 

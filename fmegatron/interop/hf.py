@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -33,7 +33,7 @@ from fmegatron.collectives import World
 from fmegatron.files import disk, whole
 from fmegatron.interop.safetensors_export import Exported, copy_others, export_safetensors
 from fmegatron.interop.safetensors_files import FILE_BYTES, INDEX
-from fmegatron.interop.safetensors_headers import headers
+from fmegatron.interop.safetensors_headers import Place, headers
 from fmegatron.interop.safetensors_write import write_state
 from fmegatron.interop.sources import source
 from fmegatron.layout import Layout
@@ -44,9 +44,9 @@ from fmegatron.tree import structure
 
 _Views = dict[str, views_of.View]
 _HEAD = "lm_head.weight"
-_COMPARED_BYTES, _SAMPLES = 1 << 20, 16  # of two arrays at a time; parts of them that each rank compares
+_COMPARED = 1 << 18  # elements of two arrays at a time
 _FURTHEST = 8  # depths of multi-token prediction that a folder may have
-_LONGEST, _COMPARED, _ALIKE = 300, 64, 0.75  # characters of a name, names that are compared, least ratio of a hint
+_LONGEST, _LIKELY, _ALIKE = 300, 64, 0.75  # characters of a name, names that are compared, least ratio of a hint
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -93,6 +93,8 @@ def _from_names(views: _Views, wanted: Sequence[token_pieces.Piece], unused: Seq
     left = {name: view for name, view in left.items() if not any(re.fullmatch(p, name) for p in ignored)}
     tree_of: dict[str, dict[int | None, dict[int | None, list[views_of.View]]]] = {}
     for one in wanted:
+        if tied and one.path == "embed/table" and one.stored not in views and _HEAD in views:
+            one = one._replace(stored=_HEAD)  # noqa: PLW2901  one array under either name, as transformers has it
         if one.stored not in views:
             raise ValueError(
                 f"got no tensor {one.stored!r}, wanted it for {one.path}{_nearest(one.stored, left)}; "
@@ -144,7 +146,7 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
         same = next((k for k in range(most) if parts[-1 - k] != theirs[-1 - k]), most)
         return digits == [part for part in theirs if part.isdigit()], same
 
-    likely = sorted((other for other in candidates if len(other) < _LONGEST), key=ending, reverse=True)[:_COMPARED]
+    likely = sorted((other for other in candidates if len(other) < _LONGEST), key=ending, reverse=True)[:_LIKELY]
     ranked = [(*ending(other), difflib.SequenceMatcher(None, name, other).ratio(), other) for other in likely]
     near = [row for row in sorted(ranked, reverse=True) if row[1] > 1 or row[2] > _ALIKE]
     near = [row for row in near if row[:2] == near[0][:2]]  # of a worse kind than the best: no help
@@ -234,10 +236,12 @@ def decoder(folder: str | os.PathLike, family: Family | None = None, **changes: 
     return found
 
 
-def _has_other_head(folder: str | os.PathLike, decoder: Decoder, family: Family, parts: int | None = None) -> bool:
-    """Whether a folder stores a head with other numbers than its embedding.
+def _has_other_head(
+    folder: str | os.PathLike, decoder: Decoder, family: Family, share: tuple[int, int] = (0, 1)
+) -> bool:
+    """Whether a folder stores a head with other numbers than its embedding, whatever the dtypes of the two.
 
-    parts: how many of these many parts are compared, from the first to the last; None: all.
+    share: (rank, ranks) that compare a part each.
     """
     if not any(disk.is_there(os.path.join(folder, name)) for name in ("model.safetensors", INDEX)):
         return False
@@ -246,20 +250,32 @@ def _has_other_head(folder: str | os.PathLike, decoder: Decoder, family: Family,
     head, table = places.get(_HEAD), places.get(name)
     if head is None or table is None:
         return False
-    if (head.dtype, head.shape) != (table.dtype, table.shape):
+    if head.shape != table.shape or not (head.dtype == table.dtype or _is_wide(head.dtype) and _is_wide(table.dtype)):
         return True
-    size = math.prod(head.shape) * head.dtype.itemsize
-    starts = list(range(0, size, _COMPARED_BYTES))
-    if parts is not None and parts < len(starts):
-        starts = [starts[i * (len(starts) - 1) // (parts - 1)] for i in range(parts)]
+    size, (rank, ranks) = math.prod(head.shape), share
     with open(head.file, "rb") as one, open(table.file, "rb") as other:
-        for start in starts:
-            one.seek(head.start + start)
-            other.seek(table.start + start)
-            count = min(_COMPARED_BYTES, size - start)
-            if one.read(count) != other.read(count):
+        for start in range(rank * _COMPARED, size, ranks * _COMPARED):
+            count = min(_COMPARED, size - start)
+            a, b = (_elements(file, of, start, count) for file, of in ((one, head), (other, table)))
+            if a != b if head.dtype == table.dtype else not _equal(a, b, head.dtype, table.dtype):
                 return True
     return False
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether elements are numbers by themselves, without a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _elements(file: BinaryIO, of: Place, start: int, count: int) -> bytes:
+    file.seek(of.start + start * of.dtype.itemsize)
+    return file.read(count * of.dtype.itemsize)
+
+
+def _equal(a: bytes, b: bytes, one: torch.dtype, other: torch.dtype) -> bool:
+    """Whether two rows of elements are the same numbers."""
+    x, y = (torch.frombuffer(bytearray(data), dtype=dtype).double() for data, dtype in ((a, one), (b, other)))
+    return torch.equal(x, y)
 
 
 def load(
@@ -290,18 +306,26 @@ def load(
         ValueError: names, shapes or dtypes that do not fit, and quantized weights, each named.
     """
     family = family or registry.family_of(config_of(folder))
-    if decoder.tied and _has_other_head(folder, decoder, family, _SAMPLES):
-        raise ValueError(
-            f"{os.fspath(folder)}: got a tied decoder, and a stored {_HEAD} that is not the embedding, wanted that "
-            "head or none: it would be left out; open the decoder with hf.decoder(folder), or take the tensor out"
-        )
     rule, found = from_names(decoder, family, folder), source(folder)
     options = {"world": world, "rank": rank, "read": read, "device": device}
     if isinstance(found, Foreign):  # looked at when it is opened, which is an error of all ranks
         pairs = zip(tree.paths(layouts), tree.leaves(layouts), strict=True)
         dtypes = {path: layout.dtype for path, layout in pairs if isinstance(layout, Layout)}
         wanted = {one.stored: dtypes[one.path] for one in rule.arguments[0] if one.path in dtypes}
-        found = Foreign(found.text, partial(_not_quantized, found, wanted))
+        if decoder.tied and "embed/table" in dtypes:  # where it is stored under the head's name
+            wanted[_HEAD] = dtypes["embed/table"]
+        share = (0, 1) if world is None else (world.rank, world.size)
+
+        def look() -> Source:
+            if decoder.tied and _has_other_head(folder, decoder, family, share):
+                raise ValueError(
+                    f"{os.fspath(folder)}: got a tied decoder, and a stored {_HEAD} that is not the embedding, wanted "
+                    "that head or none: it would be left out; open the decoder with hf.decoder(folder), or take the "
+                    "tensor out"
+                )
+            return _not_quantized(source_of, wanted)
+
+        source_of, found = found, Foreign(found.text, look)
     return checkpoint.restore(found, layouts, rules=[rule], cast=True, **options)
 
 
@@ -353,11 +377,8 @@ def save(
 
     Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
     """
-    path, family, ranks = (
-        os.path.abspath(folder),
-        family or registry.family_of(config_of(like)),
-        world or World.alone("cpu"),
-    )
+    path, ranks = os.path.abspath(folder), world or World.alone("cpu")
+    family = family or registry.family_of(config_of(like))
     draft, rule = path + ".draft", to_names(decoder, family)
     tensors, wanted = (dict(zip(tree.paths(t), tree.leaves(t), strict=True)) for t in (params, layouts))
     order = list(dict.fromkeys(one.stored for one in _written(decoder, family)))
@@ -365,6 +386,7 @@ def save(
     def begin() -> None:
         if disk.is_there(path):
             raise ValueError(f"{path}: got a path that exists already, wanted a new one; choose another, or remove it")
+        _require_model(like, decoder, family)
         tree.check(params, layouts, ranks.rank)
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -373,6 +395,7 @@ def save(
     def finish() -> None:
         if ranks.rank == 0:
             copy_others(like, draft, {layout.dtype for layout in wanted.values()})
+            _state_tied(draft, decoder, family)
             whole.sync_directory(draft)
             whole.take_name(draft, path)
 
@@ -383,6 +406,33 @@ def save(
     finally:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def _require_model(like: str | os.PathLike, decoder: Decoder, family: Family) -> None:
+    """Raises ValueError, naming the tensor, where the configuration that is copied is of another model than what is
+    written. Whether the head is tied, it is told (`_state_tied`); multi-token prediction may be left out."""
+    stated = replace(family.decoder(config_of(like)), tied=decoder.tied)
+    ours, theirs = ({one.stored: one.shape for one in _written(of, family)} for of in (decoder, stated))
+    own = {one.stored for one in _written(replace(stated, mtp=None), family)}
+    for name in [*ours, *(name for name in own if name not in ours)]:
+        if (got := ours.get(name)) != (wanted := theirs.get(name)):
+            raise ValueError(
+                f"{os.fspath(like)}: tensor {name}: got {_or_none(got)} of the model that is written, wanted "
+                f"{_or_none(wanted)}, as config.json there states, which is copied; give like= a folder of this model"
+            )
+
+
+def _or_none(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else f"shape {shape}"
+
+
+def _state_tied(folder: str, decoder: Decoder, family: Family) -> None:
+    """Let the configuration of a folder that is written say whether its head is tied: where it does not, transformers
+    draws a head that is not stored, and before 5.0 dropped one that is."""
+    if family.decoder(config_of(folder)).tied != decoder.tied:
+        path = os.path.join(folder, "config.json")
+        found = json.loads(disk.text_of(path)) | {"tie_word_embeddings": decoder.tied}
+        whole.write_whole(path, f"{json.dumps(found, indent=2)}\n".encode())
 
 
 def export(
@@ -413,5 +463,8 @@ def export(
     with open_snapshot(checkpoint) as opened:
         if prefix is None:
             prefix = "params" if any(path.startswith("params/") for path in opened.leaves) else ""
+        top = f"{prefix}/" if prefix else ""
+        of = replace(of, tied=f"{top}head/w" not in opened.leaves)  # of the checkpoint, whatever the folder has
         options = {"prefix": prefix, "cast": cast, "like": like, "shard": shard}
+        options["finish"] = partial(_state_tied, decoder=of, family=family)
         return export_safetensors(opened, os.fspath(folder), rules=[to_names(of, family)], **options)

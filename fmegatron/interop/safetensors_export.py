@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -61,6 +61,7 @@ def export_safetensors(
     rules: Sequence[mapping.Rule] = (),
     prefix: str = "",
     like: str | os.PathLike | None = None,
+    finish: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write the leaves of a checkpoint as safetensors, with its step and metadata; verified while they are read.
 
@@ -80,6 +81,7 @@ def export_safetensors(
             `take(..., range(n))` for the rows without padding.
         prefix: the stored subtree that is meant.
         like: a folder whose files besides weights (config.json, tokenizers) are copied; for a directory.
+        finish: is given the directory before it has its name, with all files in it.
 
     Raises ValueError when `path` exists, is inside a checkpoint or names another format, two leaves get one name,
     safetensors has no such dtype, or `cast` is none that floating leaves can have; CheckpointError for damage; OSError.
@@ -116,6 +118,8 @@ def export_safetensors(
         names = write(draft, groups, contents, metadata, index=not single)
         if like is not None:
             copy_others(like, draft, {entry.dtype for entry in entries.values()})
+        if finish is not None:
+            finish(draft)
         whole.sync_directory(draft)
         whole.take_name(os.path.join(draft, names[0]) if single else draft, path)
     finally:
@@ -133,11 +137,12 @@ def copy_others(like: str | os.PathLike, folder: str, dtypes: Collection[torch.d
     """
     left = []
     for name in disk.names_in(os.fspath(like)):
-        if not disk.is_file(at := os.path.join(like, name)):
-            continue
-        if name in _COPIED or any(fnmatch.fnmatchcase(name, pattern) for pattern in _COPIED_PATTERNS):
+        at, is_weights = os.path.join(like, name), name.lower().endswith(_WEIGHTS)
+        if not disk.is_file(at):
+            left += [f"{name}/"] * (disk.is_directory(at) and not name.startswith("."))
+        elif not is_weights and (name in _COPIED or any(fnmatch.fnmatchcase(name, one) for one in _COPIED_PATTERNS)):
             shutil.copy(at, os.path.join(folder, name))
-        elif not name.endswith(_WEIGHTS) and not name.startswith("."):
+        elif not is_weights and not name.startswith("."):
             left.append(name)
     if left:
         text = f"{os.fspath(like)}: not copied, as it may be of the old weights: {', '.join(left[:20])}"

@@ -316,7 +316,7 @@ class _Saves:
                 self.claim.check()
                 own.inject("save", info.step, info.state)
             known = {**own.settings.metadata(self.data.samples(info.step)), "skip": [list(x) for x in self.data.skip]}
-            known |= self.data.states(info.step, run.world)
+            known |= own.reading.written() | self.data.states(info.step, run.world)
             if run.hash_every is not None:
                 known["compared"] = own.compared
             finite = info.finite()

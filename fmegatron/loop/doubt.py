@@ -14,7 +14,7 @@ from typing import Any
 
 from fmegatron.files import disk, whole
 from fmegatron.loop.onlookers import Onlooker
-from fmegatron.loop.rerun import good_step, on_all
+from fmegatron.loop.rerun import good_step
 
 NAME = "doubt.json"
 
@@ -76,7 +76,7 @@ def _has_replicas(run: Any, first: int) -> bool:
     """Whether any node has local replicas of a step in doubt."""
     if run.local is None:
         return False
-    steps = on_all(run.world, f"looking for local replicas in {run.local.shelf.path}", run.local.steps)
+    steps = run.world.on_all(run.local.steps, f"looking for local replicas in {run.local.shelf.path}")
     return run.world.ask(max(steps, default=0) >= first)()[0]
 
 
@@ -84,7 +84,7 @@ def _read(run: Any) -> tuple[int, str] | None:
     """(first update in doubt, why); ValueError for a file that is none."""
     path = run.folder / NAME
     try:
-        found = json.loads(disk.look(path.read_text))
+        found = json.loads(disk.text_of(path))
         return int(found["first"]), str(found["why"])
     except FileNotFoundError:
         return None

@@ -1,11 +1,16 @@
 """Files of JSON lines that a run appends to, and one reading of them: a line that a crash has torn costs that line."""
 
+import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from fmegatron.files import disk
+
+_LONGEST = 1 << 24  # characters of a line
 
 
 class Lines:
@@ -19,7 +24,7 @@ class Lines:
         """Append a line and hand it to the system, so that it survives the death of this process. Raises OSError."""
         if self._file < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
             self._torn = _is_torn(self.path)
         data = memoryview(f"{line}\n".encode(errors="replace"))
         if self._torn:
@@ -43,17 +48,27 @@ def read_lines(
     """((line, its record) of those that can be read, in order; numbers from 1 of the lines that cannot).
 
     read: makes a record of a JSON value; what it raises (ValueError, KeyError, TypeError, AttributeError,
-    OverflowError) means that the line is none. Empty lines are left out. Raises OSError.
+    OverflowError) means that the line is none; so is one of more than 16 MiB, of which no more is held. Empty lines are
+    left out. Raises OSError; for what is no regular file, too (a device may have no end).
     """
     found, bad = [], []
-    for number, line in enumerate(Path(path).read_text(errors="replace").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            found.append((line, read(json.loads(line))))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            bad.append(number)
-    return found, bad
+    with os.fdopen(disk.look(lambda: disk.open_regular(path)), "r", encoding="utf-8", errors="replace") as file:
+        for number in itertools.count(1):
+            line = file.readline(_LONGEST)
+            if len(line) == _LONGEST:
+                bad.append(number)
+                while len(line) == _LONGEST:
+                    line = file.readline(_LONGEST)
+                continue
+            if not line:
+                return found, bad
+            if not (line := line.removesuffix("\n")).strip():
+                continue
+            try:
+                found.append((line, read(json.loads(line))))
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                bad.append(number)
+    raise AssertionError("read_lines: a file ends")
 
 
 def metrics_record(value: Any) -> dict[str, Any]:
@@ -79,6 +94,8 @@ def is_number(value: Any) -> bool:
 
 def _is_torn(path: Path) -> bool:
     """Whether the last line of a file has no end, as a crash leaves it."""
+    if not disk.is_file(str(path)):  # a device or pipe has no lines to be torn
+        return False
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))

@@ -46,6 +46,11 @@ class Reading:
         """What a checkpoint states of the data; None for data that do not describe themselves."""
         return self.source.describe()
 
+    def written(self) -> dict[str, Any]:
+        """What a checkpoint states of names that a function of data has written to: {} or {"written"}."""
+        names = contract.written_by(self.source)
+        return {"written": [*names]} if names else {}
+
     def length(self, steps: int | None, samples: int | None, tokens: int | None) -> tuple[str, int]:
         """What the length is given in, and the length. ValueError for none, or several of them."""
         given = {name: n for name, n in (("steps", steps), ("samples", samples), ("tokens", tokens)) if n is not None}

@@ -12,7 +12,6 @@ deterministic on one machine count as transient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -51,21 +50,7 @@ def good_step(run: Any, before: int) -> int:
         some = run.manager.steps() if run.world.rank == 0 else []
         return max((s for s in some if s < before and run.manager.finite(s) is not False), default=0)
 
-    return int(run.world.broadcast_text(str(on_all(run.world, "looking for a good checkpoint", look))))
-
-
-def on_all(world: Any, what: str, work: Callable[[], Any]) -> Any:
-    """`work()` of each rank; where it fails on one, RuntimeError on all, none of which waits for it any longer."""
-    result = error = None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-    try:
-        world.agree(None if error is None else f"{type(error).__name__}: {error}", what)
-    except RuntimeError as raised:
-        raise raised from error
-    return result
+    return int(run.world.broadcast_text(str(run.world.on_all(look, "looking for a good checkpoint"))))
 
 
 def rerun(run: Any, again: RunAgain, reading: Any, pulse: Pulse) -> None:

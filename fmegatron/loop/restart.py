@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from fmegatron.collectives import World
+from fmegatron.files import disk
 from fmegatron.loop.config import UsageError
 from fmegatron.loop.faults.notice import lost_peer, say
 from fmegatron.loop.faults.pulse import Pulse
@@ -127,7 +128,7 @@ def started(path: Path, step: int, rules: Restart | None, world: World) -> None:
         job = next((os.environ[name] for name in _JOBS if os.environ.get(name, "none") not in ("", "none")), None)
         before = {}
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            before = json.loads(path.read_text())
+            before = json.loads(disk.text_of(path))
         if not isinstance(before, dict) or type(before.get("restarts", 0)) is not int:
             before = {}  # a note of anybody's: the others wait for the word of this rank
         again = again or (job is not None and before.get("job") == job)  # a node counts only the restarts it caused

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -154,6 +155,9 @@ class Settings:
             facts, own = ({**of, "tokenizer": x["tokenizer"]} for of, x in ((facts, metadata), (own, self.kept)))
         for name in [*own, *(name for name in facts if name not in own)]:
             was, now = _without(changed, facts.get(name, _ABSENT), own.get(name, _ABSENT))
+            if name == "data" and _is_function(was) and _is_function(now):
+                was, now, one_sided = _of_functions(was, now, metadata.get("written", ()))
+                found["named"] += [_change(name, *pair) for pair in one_sided]
             if not _same(was, now):
                 one = was is _ABSENT or now is _ABSENT
                 kind = "named" if one else "allowed" if name in self.allow else "refused"
@@ -327,6 +331,30 @@ def _without(changed: Mapping[str, tuple[Any, Any]], was: Any, now: Any) -> tupl
     twice = {key for key in was.keys() & now.keys() if key in pairs and _same([was[key], now[key]], [*pairs[key]])}
     was, now = ({key: value for key, value in side.items() if key not in twice} for side in (was, now))
     return was, now
+
+
+def _is_function(fact: Any) -> bool:
+    """Whether a description of data is that of a function (`data.source`)."""
+    return isinstance(fact, dict) and fact.get("kind") == "function" and isinstance(fact.get("uses", {}), dict)
+
+
+def _of_functions(was: dict, now: dict, written: Collection[str]) -> tuple[dict, dict, list[tuple[dict, dict]]]:
+    """Of what two functions of data use: what is left to compare, and what is named, a pair of what one alone has.
+
+    written: names of arrays that the first has written to, whose elements say nothing. A name that only one has is no
+    other value: an argument with a default was added, or a number taken out. Names that changed keep their values;
+    where some went and others came with values of their own, that is another value under another name.
+    """
+    one, other = ({name: str(x) for name, x in of.get("uses", {}).items()} for of in (was, now))
+    for name in written:
+        one, other = ({**of, **{name: of[name].rpartition(" ")[0]}} if name in of else of for of in (one, other))
+    gone, come = ({name: x for name, x in a.items() if name not in b} for a, b in ((one, other), (other, one)))
+    before, after = Counter(gone.values()), Counter(come.values())
+    named = (gone or come) and (before <= after or after <= before)
+    if named:
+        one, other = ({name: x for name, x in a.items() if name in b} for a, b in ((one, other), (other, one)))
+    kept = {**was, "uses": one}, {**now, "uses": other}
+    return *kept, [({"uses": gone}, {"uses": come})] if named else []
 
 
 def _change(name: str, was: Any, now: Any) -> str:

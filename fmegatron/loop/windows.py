@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fmegatron.files import disk
 from fmegatron.loop.onlookers import Onlooker
 from fmegatron.loop.torch_private import record_memory, write_memory
 
@@ -126,7 +127,7 @@ class Windows:
             return
         self._seen = now
         try:
-            asked = windows((self.directory / FILE).read_text(errors="replace"), self._number)
+            asked = windows(disk.text_of(self.directory / FILE), self._number)
         except (ValueError, OSError) as error:
             warnings.warn(f"{self.directory / FILE}: {error}; nothing is observed", RuntimeWarning, stacklevel=2)
             return

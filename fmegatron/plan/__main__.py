@@ -64,7 +64,7 @@ def main(
         if options.search is not None:
             return _searched(experiment, options, flags, rates, output)
         return _planned(experiment, options, flags, rates, output)
-    except (ValueError, OSError, SyntaxError, ImportError, guard.NoCompilerError, guard.NoTritonError) as error:
+    except (ValueError, OSError, SyntaxError, ImportError, guard.GuardError) as error:
         print(f"plan: {options.experiment}: {error}", file=errors)
         return 2
 

@@ -20,6 +20,7 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.collectives import World
 from fmegatron.layout import Layout, Mesh
+from fmegatron.plan.cuda import guard
 from fmegatron.plan.cuda.devices import Device
 from fmegatron.plan.cuda.kernels import Kernel, added, continued
 from fmegatron.plan.paper import SizedWorld
@@ -160,7 +161,8 @@ def exact(
         device: of `plan.cuda.devices`, in a process with the guard and triton (`python -m fmegatron.plan --device`
             starts one): the peak is that of the code for it, with all that it launches. None: the CPU.
 
-    Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh.
+    Raises ValueError for a step that `jit` refuses to trace, and for layouts of another mesh; `plan.cuda.guard`'s
+    GuardError, with what to run, for a device in another process.
     """
     how = _How(overlap, donate, patches, host_bytes, device)
     if isinstance(step, Description):
@@ -404,6 +406,8 @@ def _fetched(update: Streamed, piece: buckets.Piece) -> int:
 def _world(mesh: Mesh, rank: int, device: Device | None) -> SizedWorld:
     if not 0 <= rank < mesh.size:
         raise ValueError(f"plan: got rank={rank}, wanted one of 0 to {mesh.size - 1} of the mesh {mesh}")
+    if device is not None:
+        guard.require_process(device)
     return SizedWorld(mesh, rank, "cpu" if device is None else torch.device("cuda", 0))
 
 

@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -49,6 +49,11 @@ class Rows(data.Source):
 
     def describe(self):
         return {"kind": "rows"}
+
+
+@dataclass
+class Empty:
+    """No settings."""
 
 
 class Counter(data.Source):
@@ -351,6 +356,49 @@ def test_a_function_that_closes_over_another_number_is_refused(tmp_path):
     reads(tmp_path / "a", scaled(2.0), of, steps=6)
     with pytest.raises(UsageError, match=r'data {"uses": {"by": "2.0"}} -> {"uses": {"by": "3.0"}}'):
         reads(tmp_path / "a", scaled(3.0), of, steps=7)
+
+
+def test_a_scratch_buffer_of_whatever_content_goes_on(tmp_path):
+    """What a function fills is no number that its batches follow from, whatever was in it when the run began."""
+
+    def filled(begins, by=2.0):
+        buffer = torch.full((ROWS, 4), begins, dtype=torch.float64)  # as of torch.empty: anything
+
+        def batch(position):
+            buffer[:] = whole(position, by)["x"]
+            return {"x": buffer.clone()}
+
+        return data.source(batch)
+
+    of = described_by(Mesh(), {"x": whole(0)["x"]})
+    reads(tmp_path / "a", filled(1.0), of)
+    assert checkpoint.metadata(tmp_path / "a" / "step_00000005")["written"] == ["buffer"]
+    assert equal(reads(tmp_path / "a", filled(7.0), of, steps=6), [{"x": whole(5, 2.0)["x"]}])
+    with pytest.raises(UsageError, match=r'"by": "2.0".*"by": "3.0"'):
+        reads(tmp_path / "a", filled(7.0, 3.0), of, steps=7)
+
+
+def test_a_name_that_only_one_of_two_functions_has_is_named(tmp_path, capsys):
+    of, by, rate = described("rows", Mesh()), 2.0, 2.0
+    reads(tmp_path / "a", data.source(lambda position: whole(position, by)), of)
+    reads(tmp_path / "a", data.source(lambda position, also=1: whole(position, by)), of, steps=6)
+    assert '"also": "1"' in capsys.readouterr().out
+    reads(tmp_path / "a", data.source(lambda position: whole(position, rate)), of, steps=7)  # a name that changed
+    assert '"by": "2.0"' in (said := capsys.readouterr().out) and '"rate": "2.0"' in said
+    rate = 3.0
+    with pytest.raises(UsageError, match="other settings"):
+        reads(tmp_path / "a", data.source(lambda position: whole(position, rate)), of, steps=8)
+    with pytest.raises(UsageError, match="other settings"):
+        reads(tmp_path / "a", data.source(lambda position, by=4.0: whole(position, by)), of, steps=8)
+
+
+def test_a_checkpoint_that_states_nothing_of_a_function_goes_on():
+    """As of those that were written before functions stated what they use."""
+    for fact in ({"kind": "function"}, None):
+        before = {"config": {}, "facts": {} if fact is None else {"data": fact}}
+        found = loop.Settings(Empty()).about(data=data.source(lambda position, by=2.0: whole(position, by)).describe())
+        changes = found.changes(before)
+        assert not changes.refused and "by" in "".join(changes.named)
 
 
 def test_states_that_cannot_be_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 import shutil
 from dataclasses import replace
 
@@ -150,8 +151,30 @@ def test_tools_that_lack_are_named(monkeypatch):
     status, said = planned("--device", "h100")
     assert status == 2 and "no g++ on the PATH" in said
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(guard.NoTritonError, match="wanted a build for CPUs"):
+    with pytest.raises(guard.GuardError, match="wanted a build for CPUs"):
         guard.require_tools()
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    broken = tmp_path / "broken-g++"
+    broken.write_text("#!/bin/sh\necho cannot find crti.o >&2\nexit 3\n")
+    broken.chmod(0o755)
+    for compiler, words in ((str(broken), "got status 3"), (str(tmp_path / "none"), "cannot be started")):
+        monkeypatch.setenv("CXX", compiler)
+        status, said = planned("--device", "h100")
+        assert status == 2 and f"{compiler}: " in said and words in said and said.count("plan: ") == 1
+        assert "Traceback" not in said and "wanted a library for torch" in said
+    assert [name for name in os.listdir(tmp_path / "fmegatron") if name.startswith("guard")] == []
+
+
+def test_a_device_in_an_ordinary_process_says_what_to_run(monkeypatch):
+    layout = Layout((4, 4), torch.float32, Mesh())
+    monkeypatch.delenv("FMEGATRON_CUDA_ARCH", raising=False)
+    with pytest.raises(guard.GuardError, match="in an ordinary process.*python -m fmegatron.plan"):
+        plan.exact(lambda w, x: (w + x, {}), layout, layout, device=H100)
 
 
 def test_flags_that_do_not_go_together():

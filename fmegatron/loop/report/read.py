@@ -144,7 +144,7 @@ def _stacks(folder: Path, notes: list[str]) -> dict[str, str]:
             else []
         )
         for name in sorted(names, key=lambda name: (len(name), name)):
-            if text := (folder / name).read_text(errors="replace")[-_MOST_STACKS:]:
+            if text := disk.text_of(folder / name)[-_MOST_STACKS:]:
                 found[name] = text
     except OSError as error:
         notes.append(f"{folder.name}: cannot be read: {error}"[:200])
@@ -167,7 +167,7 @@ def _clean_events(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 def _config(file: Path, notes: list[str]) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(file.read_text(errors="replace"))
+        found = json.loads(disk.text_of(file))
         parts = found["config"], found.get("facts", {})
         return {**flat(parts[0]), **flat(parts[1], "facts.")}
     except FileNotFoundError:

@@ -17,7 +17,7 @@ __all__ = ["run"]
 def run(arguments: Sequence[str], device: Device, out: TextIO, err: TextIO) -> int:
     """Run Python with these arguments for a device -> its exit status. What it prints comes line by line.
 
-    Raises NoTritonError and NoCompilerError, with what to install, where it cannot be done here.
+    Raises GuardError, with what to install, where it cannot be done here.
     """
     guard.require_tools()
     environment = guard.environment(device, guard.build())

@@ -18,39 +18,54 @@ import torch
 from fmegatron.files import whole
 from fmegatron.plan.cuda.devices import Device
 
-__all__ = ["NoCompilerError", "NoTritonError", "build", "environment", "require_tools"]
+__all__ = ["GuardError", "build", "environment", "require_process", "require_tools"]
 
 _FLAGS = ("-std=c++20", "-O0", "-shared", "-fPIC")
 
 
-class NoCompilerError(RuntimeError):
-    """There is no g++ that could build the guard."""
-
-
-class NoTritonError(RuntimeError):
-    """There is no triton, or torch is no build for CPUs."""
+class GuardError(RuntimeError):
+    """Code of a CUDA device cannot be planned here: no triton, no g++ that builds the guard, or torch is no build for
+    CPUs."""
 
 
 def require_tools() -> None:
-    """NoCompilerError or NoTritonError, with what to install, where code of a CUDA device cannot be planned here."""
+    """GuardError, with what to install, where code of a CUDA device cannot be planned here."""
     if torch.version.cuda is not None:
-        raise NoTritonError(
-            f"plan: got torch {torch.__version__}, wanted a build for CPUs: what stands for a device that is not there "
+        raise GuardError(
+            f"torch: got {torch.__version__}, wanted a build for CPUs: what stands for a device that is not there "
             "has been tried with those alone; plan in an environment with torch from https://download.pytorch.org/whl/cpu"
         )
-    if importlib.util.find_spec("triton") is None:
-        raise NoTritonError(
-            "plan: got no triton, in which Inductor writes code for CUDA, wanted the release that this torch is built "
-            "for (700 MB); pip install 'fmegatron[cuda-check]', or plan for the CPU, without --device"
-        )
+    _require_triton()
     _compiler()
+
+
+def require_process(device: Device) -> None:
+    """GuardError, with what to run, in a process that does not believe that this device is there (`environment`)."""
+    got = os.environ.get("FMEGATRON_CUDA_ARCH")
+    if got != str(device.arch):
+        where = "an ordinary process" if got is None else f"a process for a device of architecture {got}"
+        raise GuardError(
+            f"device: got {device.name} in {where}, wanted one in which torch believes that it is there; "
+            "python -m fmegatron.plan EXPERIMENT --mesh dp=2 --device h100 starts one "
+            "(it needs pip install 'fmegatron[cuda-check]'), or leave out device=, to plan for the CPU"
+        )
+    _require_triton()
+
+
+def _require_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise GuardError(
+            "environment: got no triton, in which Inductor writes code for CUDA, wanted the release that this torch "
+            "is built for (700 MB); pip install 'fmegatron[cuda-check]', or plan for the CPU, without --device"
+        )
 
 
 def _compiler() -> str:
     found = os.environ.get("CXX") or shutil.which("g++")
     if found is None:
-        raise NoCompilerError(
-            "plan: no g++ on the PATH: CUDA code is planned with a library that it builds; install it"
+        raise GuardError(
+            "CXX: got no g++ on the PATH, wanted one, as CUDA code is planned with a library that it builds; install "
+            "it (apt install g++), or name another in the variable CXX"
         )
     return found
 
@@ -59,7 +74,7 @@ def build(folder: str | os.PathLike | None = None) -> Path:
     """The library's file for the torch that is installed; it is built (10 s) where the folder does not have it yet.
 
     folder: of what is built, by the digest of its source, torch's version and the flags; None: "fmegatron" in the
-    user's folder of caches. Raises NoCompilerError without g++, and RuntimeError with what g++ wrote where it fails.
+    user's folder of caches. Raises GuardError without g++, and where it fails, with what it wrote; OSError.
     """
     compiler = _compiler()
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -72,9 +87,17 @@ def build(folder: str | os.PathLike | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     home, beside = Path(torch.__file__).parent, f"{found}.{os.getpid()}"
     command = [compiler, *_FLAGS, f"-I{home}/include", str(source), f"-L{home}/lib", "-lc10", "-ltorch_cpu"]
-    done = subprocess.run([*command, "-o", beside], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"plan: {' '.join(command)} failed: {done.stderr[-2000:]}")
+    try:
+        done = subprocess.run([*command, "-o", beside], capture_output=True, text=True, errors="replace")
+        status, wrote = done.returncode, done.stderr.strip()[-2000:]
+    except OSError as error:
+        status, wrote = error.errno, f"it cannot be started ({error.strerror})"
+    if status:
+        raise GuardError(
+            f"{compiler}: got status {status} of {' '.join(command[1:])}, wanted a library for torch "
+            f"{torch.__version__}: {wrote}; install a g++ that knows C++20 (11 or newer), or name another in the "
+            "variable CXX"
+        )
     whole.take_name(beside, found, durable=False)
     return found
 
