@@ -371,11 +371,12 @@ def save(
         layouts: of its parameters.
         world: the ranks that hold them; None: one process.
         like: the folder that the model came from; of its files are copied those that describe the model, its tokenizer
-            and its licence (`safetensors_export.copy_others`).
+            and its licence (`safetensors_export.copy_others`). config.json then says whether the head is tied.
         family: one of your own; None: that of `model_type`.
         shard: most bytes of elements in a file, unless it is one tensor.
 
-    Raises ValueError where the folder exists, or the model has arrays that the family has no name for; OSError.
+    Raises ValueError where the folder exists, the model has arrays that the family has no name for, or `like` is of
+    another model; OSError.
     """
     path, ranks = os.path.abspath(folder), world or World.alone("cpu")
     family = family or registry.family_of(config_of(like))

@@ -1,10 +1,12 @@
 """Records reach the table and the file; a resume leaves no step twice."""
 
+import os
 import sys
 
 import pytest
 
 from fmegatron.loop import JsonLines, Loggers, plot_loss
+from fmegatron.loop import json_lines
 from fmegatron.loop import read_metrics as read
 from fmegatron.loop.loggers import Table, progress
 from fmegatron.loop.training import StepInfo
@@ -45,6 +47,22 @@ def test_lines_that_are_no_records_are_named_and_cost_no_others(tmp_path):
     path.write_text('{"step": 1}\nhello\n{"step": 2}\n[1]\n{"step": NaN}\n{"step": "3"}\n{"step": 4}\n')
     with pytest.warns(RuntimeWarning, match="metrics.jsonl:2, 4, 5, 6: got no record"):
         assert [record["step"] for record in read(path)] == [1, 2, 4]
+
+
+def test_files_without_an_end_are_not_read(tmp_path, monkeypatch):
+    """A device or a pipe in the place of a file of the run; and of a line without an end no more is held."""
+    device, pipe, path = tmp_path / "device", tmp_path / "pipe", tmp_path / "metrics.jsonl"
+    device.symlink_to("/dev/zero")
+    os.mkfifo(pipe)
+    for odd in (device, pipe):
+        with pytest.raises(OSError, match="is no regular file"):
+            read(odd)
+        with pytest.warns(RuntimeWarning, match=f"JsonLines of .*{odd.name}"):
+            write(odd, [1])
+    monkeypatch.setattr(json_lines, "_LONGEST", 64)
+    path.write_text('{"step": 1}\n{"step": 2, "x": "%s"}\n{"step": 3}\n%s' % ("a" * 200, "\0" * 5000))
+    with pytest.warns(RuntimeWarning, match="metrics.jsonl:2: got no record"):
+        assert [record["step"] for record in read(path)] == [1, 3]
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
