@@ -133,6 +133,13 @@ def test_a_configuration_of_another_model_is_not_copied(tmp_path, change):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "other"]
 
 
+@pytest.mark.parametrize("key, value", [("tie_word_embeddings", "false"), ("attention_bias", 1), ("rms_norm_eps", "1")])
+def test_what_is_no_bool_or_number_is_not_taken_for_one(tmp_path, key, value):
+    write(tmp_path / "a", shards=1, **{key: value})
+    with pytest.raises(ValueError, match=f"config.json: {key}: got .*wanted (true or false|a number)"):
+        hf.decoder(tmp_path / "a")
+
+
 def test_folders_beside_a_model_are_named(tmp_path):
     write(tmp_path / "a", shards=1)
     (tmp_path / "a" / "additional_chat_templates").mkdir()

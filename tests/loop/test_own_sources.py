@@ -372,7 +372,7 @@ def test_a_scratch_buffer_of_whatever_content_goes_on(tmp_path):
 
     of = described_by(Mesh(), {"x": whole(0)["x"]})
     reads(tmp_path / "a", filled(1.0), of)
-    assert checkpoint.metadata(tmp_path / "a" / "step_00000005")["written"] == ["buffer"]
+    assert checkpoint.metadata(tmp_path / "a" / "checkpoints" / "step_00000005")["written"] == ["buffer"]
     assert equal(reads(tmp_path / "a", filled(7.0), of, steps=6), [{"x": whole(5, 2.0)["x"]}])
     with pytest.raises(UsageError, match=r'"by": "2.0".*"by": "3.0"'):
         reads(tmp_path / "a", filled(7.0, 3.0), of, steps=7)

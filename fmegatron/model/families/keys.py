@@ -39,6 +39,10 @@ _NEEDED = MappingProxyType(
 _MISSING = object()
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class Keys:
     """A configuration while it is read: what is asked for is ticked off, and `done` refuses the rest.
 
@@ -51,13 +55,18 @@ class Keys:
     def take(self, key: str, default: Any = _MISSING, absent: Any = _MISSING) -> Any:
         """The value of a key; the default where it is absent or null. Without a default it must be there.
 
-        absent: what a key that is not there means, where that is something else than null.
+        absent: what a key that is not there means, where that is something else than null. Where the default is true
+        or false, or a number, so is the value: the text "false" is neither.
         """
         self.left.discard(key)
         if absent is not _MISSING and key not in self.config:
             return absent
         value = self.config.get(key)
         if value is not None:
+            of_bool, of_number = isinstance(default, bool), isinstance(default, int | float)
+            if of_bool != isinstance(value, bool) if of_bool else of_number and not _is_number(value):
+                wanted = "true or false" if of_bool else "a number"
+                raise ValueError(f"config.json: {key}: got {value!r:.60}, wanted {wanted}; write it as JSON has it")
             return value
         if default is _MISSING:
             raise ValueError(f"config.json: {key}: got no value, wanted one ({self.family} has no default); add it")
