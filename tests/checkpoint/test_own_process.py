@@ -33,6 +33,24 @@ assert os.waitpid(pid, 0)[1] == 0
 if before not in ("nothing", "manager"):
     checkpoint.save(folder + "/parent again", {"w": torch.ones(3)})
 """
+FLIGHT = """
+import contextlib, os, sys, torch
+from fmegatron import checkpoint
+folder, how = sys.argv[1:]
+saver = checkpoint.AsyncSaver()
+handle = checkpoint.save_async(folder + "/parent", {"w": torch.ones(3)}, saver=saver)
+pid = os.fork()
+if not pid:
+    with contextlib.suppress(AttributeError):
+        try:
+            {"close": saver.close, "drop": int}.get(how, getattr(handle, how, None))()
+        except RuntimeError as error:
+            print("error:", error, flush=True)
+    sys.exit(0) if how == "drop" else os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+handle.result()
+print(checkpoint.restore(folder + "/parent")["w"].tolist())
+"""
 LATE = """
 import atexit, sys, threading, time, torch
 from fmegatron import checkpoint
@@ -54,6 +72,16 @@ def said(python, code, *args):
     done = python.run([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["result", "poll", "abandon", "close", "drop"])
+def test_a_fork_does_not_touch_the_saves_in_flight(tmp_path, python, how):
+    """Its copy of a handle heard the reports of the parent's writer, took it for dead, and removed the files."""
+    out = said(python, FLIGHT, tmp_path, how)
+    assert "[1.0, 1.0, 1.0]" in out and ("error: checkpoint: got a call in process" in out) == (
+        how not in ("close", "drop")
+    )
 
 
 @pytest.mark.parametrize("before", ["nothing", "manager", "save", "manager and save", "restore"])

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from fmegatron.loop import JsonLines, Loggers, plot_loss
-from fmegatron.loop import json_lines
+from fmegatron.loop import JsonLines, Loggers, json_lines, plot_loss
 from fmegatron.loop import read_metrics as read
 from fmegatron.loop.loggers import Table, progress
 from fmegatron.loop.training import StepInfo
@@ -60,7 +59,7 @@ def test_files_without_an_end_are_not_read(tmp_path, monkeypatch):
         with pytest.warns(RuntimeWarning, match=f"JsonLines of .*{odd.name}"):
             write(odd, [1])
     monkeypatch.setattr(json_lines, "_LONGEST", 64)
-    path.write_text('{"step": 1}\n{"step": 2, "x": "%s"}\n{"step": 3}\n%s' % ("a" * 200, "\0" * 5000))
+    path.write_text('{"step": 1}\n{"step": 2, "x": "' + 200 * "a" + '"}\n{"step": 3}\n' + 5000 * "\0")
     with pytest.warns(RuntimeWarning, match="metrics.jsonl:2: got no record"):
         assert [record["step"] for record in read(path)] == [1, 3]
 

@@ -16,7 +16,7 @@ import torch
 from fmegatron.checkpoint.background.arena import SAVE, TICKS, WRITTEN, Arena
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.process import WriterProcess
-from fmegatron.checkpoint.calls.arguments import ranks_of
+from fmegatron.checkpoint.calls.arguments import check_fork, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.collectives import interrupt
 
@@ -42,7 +42,8 @@ class Flights:
         self.process: WriterProcess | None = None
         self.closed = False
         self._seen, self._since = None, 0.0  # the last sign of progress, and when
-        self._end = weakref.finalize(self, _forgotten, self.pending, os.getpid())
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _forgotten, self.pending, self._owner)
 
     def start(self) -> WriterProcess:
         """The writer process, a new one if there is none."""
@@ -106,8 +107,9 @@ class Flights:
         """One exchange of all ranks about all pending saves; nothing when there is none.
 
         Returns the first rank that is interrupted and the first that is late, None for none. Ctrl-C is raised after
-        it: what ends on one rank ends on all.
+        it: what ends on one rank ends on all. RuntimeError in a fork (`check_fork`), to which no report belongs.
         """
+        check_fork()
         with interrupt.held_interrupt():
             return self._advance(interrupted, late)
 
@@ -168,6 +170,7 @@ class Flights:
         """`Handle.abandon`."""
         if handle.done:
             return
+        check_fork()
         with interrupt.held_interrupt():
             self._stop(handle)
             handle.world.agree(None, handle.what)
@@ -186,6 +189,9 @@ class Flights:
     def close(self, wait: bool, timeout_s: float | None) -> None:
         """`AsyncSaver.close`."""
         if self.closed:
+            return
+        if os.getpid() != self._owner:  # a fork leaves the block of its parent's saver: nothing of it is its own
+            self.closed = True
             return
         error: Exception | None = None
         try:

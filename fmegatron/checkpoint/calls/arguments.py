@@ -78,17 +78,23 @@ def known_ranks(world: Any) -> Ranks:
 def check_process() -> None:
     """RuntimeError, before anything is written, in a process that was forked from one that has saved or restored, whose
     threads it lacks and whose locks it has; and where Python starts no threads any more."""
-    if (first := _first_process()) != os.getpid():
-        raise RuntimeError(
-            f"checkpoint: got a call in process {os.getpid()}, a fork of process {first}, which had saved or restored "
-            "before: the threads that write are not in a fork, and it would wait for ever; wanted a process of its "
-            "own: multiprocessing.get_context('spawn') or 'forkserver', or a fork before the first call"
-        )
+    check_fork()
     if not threading.main_thread().is_alive():
         raise RuntimeError(
             "checkpoint: got a call behind the end of the main thread (atexit, or a thread that outlives it), where "
             "Python starts no threads any more, wanted one before; save at the end of the main thread, and join there "
             "the threads that save"
+        )
+
+
+def check_fork() -> None:
+    """RuntimeError in a process that was forked from one that has saved or restored: the writer of its saves in flight,
+    their reports and files are that one's, and who else took them would let its saves fail."""
+    if (first := _first_process()) != os.getpid():
+        raise RuntimeError(
+            f"checkpoint: got a call in process {os.getpid()}, a fork of process {first}, which had saved or restored "
+            "before: the threads that write are not in a fork, and it would wait for ever; wanted a process of its "
+            "own: multiprocessing.get_context('spawn') or 'forkserver', or a fork before the first call"
         )
 
 
