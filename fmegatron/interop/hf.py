@@ -371,7 +371,7 @@ def save(
         layouts: of its parameters.
         world: the ranks that hold them; None: one process.
         like: the folder that the model came from; of its files are copied those that describe the model, its tokenizer
-            and its licence (`safetensors_export.copy_others`). config.json then says whether the head is tied.
+            and its licence (`safetensors_export.copy_others`). config.json then has whether the head is tied.
         family: one of your own; None: that of `model_type`.
         shard: most bytes of elements in a file, unless it is one tensor.
 
@@ -411,7 +411,7 @@ def save(
 
 def _require_model(like: str | os.PathLike, decoder: Decoder, family: Family) -> None:
     """Raises ValueError, naming the tensor, where the configuration that is copied is of another model than what is
-    written. Whether the head is tied, it is told (`_state_tied`); multi-token prediction may be left out."""
+    written. Whether the head is tied is set there (`_state_tied`); multi-token prediction may be left out."""
     stated = replace(family.decoder(config_of(like)), tied=decoder.tied)
     ours, theirs = ({one.stored: one.shape for one in _written(of, family)} for of in (decoder, stated))
     own = {one.stored for one in _written(replace(stated, mtp=None), family)}
@@ -428,7 +428,7 @@ def _or_none(shape: tuple[int, ...] | None) -> str:
 
 
 def _state_tied(folder: str, decoder: Decoder, family: Family) -> None:
-    """Let the configuration of a folder that is written say whether its head is tied: where it does not, transformers
+    """Let the configuration of a folder that is written state whether its head is tied: where it does not, transformers
     draws a head that is not stored, and before 5.0 dropped one that is."""
     if family.decoder(config_of(folder)).tied != decoder.tied:
         path = os.path.join(folder, "config.json")

@@ -341,9 +341,9 @@ def _is_function(fact: Any) -> bool:
 def _of_functions(was: dict, now: dict, written: Collection[str]) -> tuple[dict, dict, list[tuple[dict, dict]]]:
     """Of what two functions of data use: what is left to compare, and what is named, a pair of what one alone has.
 
-    written: names of arrays that the first has written to, whose elements say nothing. A name that only one has is no
-    other value: an argument with a default was added, or a number taken out. Names that changed keep their values;
-    where some went and others came with values of their own, that is another value under another name.
+    written: names of arrays that the first has written to, whose elements are of no account. A name that only one has
+    is no other value: an argument with a default was added, or a number taken out. Names that changed keep their
+    values; where some went and others came with values of their own, that is another value under another name.
     """
     one, other = ({name: str(x) for name, x in of.get("uses", {}).items()} for of in (was, now))
     for name in written:
