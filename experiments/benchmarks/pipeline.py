@@ -137,19 +137,35 @@ def moves_weights(node) -> bool:
     return any(name in str(node.target) for name in ("all_gather", "reduce_scatter"))
 
 
+def run_by(table, rank: int) -> list[tuple[str, int]]:
+    """The parts that a rank runs in a step."""
+    pairs = zip(table.rows[rank], table.parts(rank), strict=True)
+    return [(kind, action.stage) for action, kinds in pairs for kind in kinds]
+
+
 def gathers(where: str) -> None:
     """Collectives of a step on the busiest rank, of weights and gradients under ZeRO-3, by how often they are made."""
-    found = {}
-    for often in ("use", "step"):
-        parts = step.Pipelining(gather=often).of(M)
-        mesh = Mesh(pp=2, fsdp=2)
-        value = model.build(model.llama(256, 32, 4, 4, 4, 64, 16), optim.adamw(LR), mesh, (16, 16), strategy="zero3",
-                            microbatches=parts)  # fmt: skip
-        plan = plan_of(value)
-        calls = {key: sum(map(moves_weights, part.graph.nodes)) for key, part in plan.parts.of.items()}
-        found[often] = max(sum(calls[kind, a.stage] for a in row for kind in a.kind) for row in plan.table.rows)
-    ratio, note = found["step"] / found["use"], f"{found['step']} calls of {found['use']}"
-    report("gathers_once", [ratio], unit="ratio", against="by each action", bar=f"<= {1.1 / M}", where=where, note=note)
+    for schedule, often, bar in (("1f1b", "step", 1.1 / M), ("interleaved", "burst", 1.0)):
+        found = {}
+        for each in ("use", often):
+            parts, mesh = step.Pipelining(schedule, gather=each).of(M), Mesh(pp=2, fsdp=2)
+            value = model.build(model.llama(256, 32, 4, 4, 4, 64, 16), optim.adamw(LR), mesh, (16, 16),
+                                strategy="zero3", microbatches=parts)  # fmt: skip
+            plan = plan_of(value)
+            calls = {key: sum(map(moves_weights, part.graph.nodes)) for key, part in plan.parts.of.items()}
+            found[each] = max(
+                sum(
+                    calls[kind, a.stage] for a, kinds in zip(row, plan.table.parts(rank), strict=True) for kind in kinds
+                )
+                for rank, row in enumerate(plan.table.rows)
+            )
+        name, note = (
+            {"step": "gathers_once", "burst": "gathers_by_runs"}[often],
+            f"{found[often]} calls of {found['use']}",
+        )
+        ratio = found[often] / found["use"]
+        report(name, [ratio], unit="ratio", against="by each action", bar=f"<= {bar}", where=f"{schedule}, {where}",
+               note=note)  # fmt: skip
 
 
 def host(plan, where: str) -> None:

@@ -47,8 +47,9 @@ def sent_by_axes(setting: Setting) -> tuple[dict[str, int], dict[str, int], tupl
         stacks = {name: max(1, n // mesh["pp"]) if name != "mtp" else n for name, n in stacks.items()}
     # By stages gradients are reduced behind the table, once, but for what is gathered where it is read, or by actions.
     times = setting.microbatches if mesh["pp"] == 1 or setting.strategy.params else 1
-    if setting.pipeline is not None and (runs := setting.pipeline.table.gathers):
-        times, again = (runs if setting.strategy.params else 1), 1
+    runs = dict(
+        zip(("gather", "reduce"), (0, 0) if setting.pipeline is None else setting.pipeline.table.moves, strict=True)
+    )
     together: dict[tuple, int] = {}
     for one in costs.least_transfers(
         setting.params,
@@ -61,11 +62,11 @@ def sent_by_axes(setting: Setting) -> tuple[dict[str, int], dict[str, int], tupl
         over = tuple(name for name in one.over if mesh[name] > 1)
         if not over or not one.nbytes:
             continue
-        name = "+".join(over)
-        sent[name] = sent.get(name, 0) + one.nbytes
+        name, count = "+".join(over), min(one.times, runs.get(one.kind) or one.times)
+        sent[name] = sent.get(name, 0) + one.nbytes // one.times * count
         group = one.path.partition("/")[0]
         layers = stacks.get(group, 1) if one.kind == "gather" or setting.strategy.params else 1
-        together[group, one.kind, name] = one.times * layers
+        together[group, one.kind, name] = count * layers
     for (_, _, name), count in together.items():
         calls[name] = calls.get(name, 0) + count
     unknown = _over_tp(setting, sent, calls)

@@ -12,6 +12,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import torch_private
 from fmegatron.step.graph.nodes import declared_in, items_of
+from fmegatron.step.lower import copy_module
 from fmegatron.step.opaque import Replay
 from fmegatron.step.purity import require_pure
 from fmegatron.step.torch_private import (
@@ -152,7 +153,11 @@ def has_gradient(t: torch.Tensor) -> bool:
 
 def functional(graph_module, fakes: Sequence, mode, decompositions: Any = None) -> torch.fx.GraphModule:
     """The same graph without in-place ops, under decompositions; every node keeps its line. fakes: (the first of
-    what it takes, the others)."""
+    what it takes, the others). Without either it is a copy: nothing is traced again."""
+    if decompositions is None and not any(map(_is_mutable, graph_module.graph.nodes)):
+        found = copy_module(graph_module)
+        found.graph.eliminate_dead_code()
+        return found
     for node in graph_module.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")
 
@@ -166,9 +171,12 @@ def functional(graph_module, fakes: Sequence, mode, decompositions: Any = None) 
     found.graph.eliminate_dead_code()
     for node in found.graph.nodes:
         node.meta["at"] = node.meta.get("stack_trace") or "?"
-        mutable = isinstance(node.target, Op) and torch_private.schema_of(node.target).is_mutable
-        assert not mutable, f"{node.target} survived functionalization"
+        assert not _is_mutable(node), f"{node.target} survived functionalization"
     return found
+
+
+def _is_mutable(node: Any) -> bool:
+    return isinstance(node.target, Op) and torch_private.schema_of(node.target).is_mutable
 
 
 def require_policy(save: Any) -> None:

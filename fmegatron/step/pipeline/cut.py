@@ -6,7 +6,8 @@ belongs to the stage of the nearest marks above it. Of stage s
     F   what leaves the stage, and what its B and W, and metrics, read of it
     B   what the gradient at the mark needs: that of the stage's input
     W   the rest: gradients of weights
-    G   where the table has it, what F, B and W read that is made of parameters alone: weights gathered, and cast
+    G   where the table has it, what those of F, B and W that follow it read, made of parameters alone: weights
+        gathered, and cast ("GF": for forwards)
     R   where the table has it, what is linear in the gradients of W and has a collective: W gives what it is made of
 
 What is made of parameters alone, or of the batch alone, belongs to no stage: each part that reads it makes it. What
@@ -29,6 +30,7 @@ from fmegatron.step.partition import base_of
 from fmegatron.step.pipeline.by_layers import layers_apart
 from fmegatron.step.pipeline.marks import MARK
 from fmegatron.step.pipeline.parts import (
+    extracted,
     layer_of,
     linear_in,
     reach,
@@ -38,7 +40,7 @@ from fmegatron.step.pipeline.parts import (
     terms_by_stage,
     without_declarations,
 )
-from fmegatron.step.torch_private import extract_subgraph, opname
+from fmegatron.step.torch_private import opname
 
 __all__ = ["Part", "Parts", "blocks_of", "cut", "with_outputs", "without_marks"]
 
@@ -62,10 +64,10 @@ class Part:
 class Parts:
     """The parts of all stages.
 
-    of: (kind "F", "B", "W", of some stages "G" and "R", too, stage) -> part. forward, backward: per stage the value
-    that it sends to the next one, or to the one before: (its name there, its name where it is read); None at the ends.
-    sides: per stage what M reads of it. metrics: M. What W, R and M give have the paths of gradients and metrics as
-    their names; where R reduces, W gives sums' terms by the names of values.
+    of: (kind, stage) -> part, of kinds as `Table.parts` has them. forward, backward: per stage the value that it sends
+    to the next one, or to the one before: (its name there, its name where it is read); None at the ends. sides: per
+    stage what M reads of it. metrics: M. What W, R and M give have the paths of gradients and metrics as their names;
+    where R reduces, W gives sums' terms by the names of values.
     """
 
     of: dict[tuple[str, int], Part]
@@ -107,10 +109,9 @@ def cut(
     """The parts of stages of so many blocks.
 
     graph: the gradient of one microbatch, with marks, without ops in place; or its loss alone, whose parts B and W give
-    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. apart: ("G", stage) and
-    ("R", stage) of the stages that have such parts. Raises ValueError, naming
-    lines and stages, for marks that are missing or there twice, a value that skips a stage, and a backward that reads
-    what mixes stages.
+    nothing. takes, gives: the paths of what it takes and returns. who: of whom errors tell. apart: parts that gather
+    for others, ("GBW", stage), and reduce, ("R", stage). Raises ValueError, naming lines and stages, for marks that
+    are missing or there twice, a value that skips a stage, and a backward that reads what mixes stages.
     """
     graph, begins = _copy(graph), tuple(running((0, *stages[:-1])))
     _require_marks(graph, begins, sum(stages), any(map(_is_gradient, gives)), who)
@@ -289,7 +290,7 @@ class _Cut:
         given = set() if last or self.back[s + 1] is None else {self.back[s + 1]}
         goal = self._goal(s)
         b_nodes, b_met = reach(goal, lambda n: n in given or self._saved(n))
-        b_nodes |= {n for n in self.graph.nodes if n.target is operator.getitem and n.args[0] in b_nodes}
+        b_nodes |= {item for n in b_nodes for item in n.users if item.target is operator.getitem}
         made = {n for n in b_nodes if n not in self.loose and self._whole(n)}
         _, w_met = reach(grads.values(), lambda n: n in given or n in made or self._saved(n))
         read = {n for n in b_met | w_met if self._saved(n)}
@@ -317,29 +318,31 @@ class _Cut:
             ends = self._tails(grads.values())
             paths = [path for path, n in grads.items() if n in ends]
             of["R", s] = self._part([grads[path] for path in paths], set(ends.values()), paths)
-        weights = {path: n for path, n in grads.items() if n not in ends}
-        w_given = [*weights.values(), *dict.fromkeys(ends.values())]
-        w_paths = [*weights, *(n.name for n in dict.fromkeys(ends.values()))]
-        kept = set[fx.Node]()
-        if ("G", s) in self.apart:
-            kept = self._weights(((f_gives, own), (b_gives, read | given), (w_given, read | given | set(between))))
-            of["G", s] = self._part(self._sorted(kept), set())
+        own_grads = {path: n for path, n in grads.items() if n not in ends}
+        w_given = [*own_grads.values(), *dict.fromkeys(ends.values())]
+        w_paths = [*own_grads, *(n.name for n in dict.fromkeys(ends.values()))]
+        known = {"F": own, "B": read | given, "W": read | given | set(between)}
+        gathers = sorted(kind for kind, stage in self.apart if stage == s and kind[0] == "G")
+        if gathers:
+            each = {"F": f_gives, "B": b_gives, "W": w_given}
+            weights = {kind: self._weights(gives, known[kind]) for kind, gives in each.items()}
+            for kind in gathers:
+                of[kind, s] = self._part(self._sorted(set().union(*(weights[reader] for reader in kind[1:]))), set())
+            known = {kind: known[kind] | weights[kind] for kind in known}
         return of | {
-            ("F", s): self._part(f_gives, own | kept),
-            ("B", s): self._part(b_gives, read | given | kept),
-            ("W", s): self._part(w_given, read | given | set(between) | kept, w_paths),
+            ("F", s): self._part(f_gives, known["F"]),
+            ("B", s): self._part(b_gives, known["B"]),
+            ("W", s): self._part(w_given, known["W"], w_paths),
         }
 
-    def _weights(self, parts: Iterable[tuple[list[fx.Node], set]]) -> set[fx.Node]:
-        """What parts read that is made of parameters alone, of more than views."""
+    def _weights(self, gives: list[fx.Node], known: set) -> set[fx.Node]:
+        """What a part reads that is made of parameters alone, of more than views."""
         if self.fixed is None:
             self.fixed = self._fixed()
-        found = set()
-        for gives, known in parts:
-            nodes, _ = reach(gives, lambda n, known=known: n in known or n in self.inputs)
-            for n in nodes:
-                read = n.all_input_nodes if n not in self.fixed else [n] if n in gives else []
-                found |= {base for m in read if m in self.fixed and self._whole(base := base_of(m))}
+        nodes, found = reach(gives, lambda n: n in known or n in self.inputs)[0], set()
+        for n in nodes:
+            read = n.all_input_nodes if n not in self.fixed else [n] if n in gives else []
+            found |= {base for m in read if m in self.fixed and self._whole(base := base_of(m))}
         return found
 
     def _fixed(self) -> set[fx.Node]:
@@ -401,7 +404,7 @@ class _Cut:
         """The part that gives these nodes, of inputs of the graph and values that are known."""
         nodes, met = reach(gives, lambda n: n in known or n in self.inputs)
         takes = self._sorted(met)
-        graph = extract_subgraph(self.graph, takes, gives, "part")
+        graph = extracted(takes, self._sorted(nodes), gives)
         return Part(
             graph,
             tuple(self.inputs.get(n, n.name) for n in takes),

@@ -59,6 +59,7 @@ class Plan:
     fake_mode: Any
     name: str
     _entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
+    _blocks: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
     _first: Entry | None = None
     _last: Entry | None = None
 
@@ -82,13 +83,16 @@ class Plan:
         """Whether pp splits the layers of a parameter, so that a rank computes those that it holds."""
         return path in self.stacks
 
-    def blocks(self, path: str, rank: int) -> list[int]:
-        """The layers of a stacked parameter that a rank of pp holds, in their order there."""
+    def blocks(self, path: str, rank: int) -> dict[int, int]:
+        """{layer of a stacked parameter that a rank of pp holds: its place there}, in this order."""
         layout = self.layouts[path]
         if not self.splits(path):
-            return list(range(layout.shape[0]))
-        found = sorted(layout.segments(layout.mesh.rank(pp=rank), 0), key=lambda s: s.local)
-        return [s.start + i for s in found for i in range(s.length)]
+            return {layer: layer for layer in range(layout.shape[0])}
+        if (path, rank) not in self._blocks:
+            found = sorted(layout.segments(layout.mesh.rank(pp=rank), 0), key=lambda s: s.local)
+            held = [s.start + i for s in found for i in range(s.length)]
+            self._blocks[path, rank] = {layer: at for at, layer in enumerate(held)}
+        return self._blocks[path, rank]
 
     @property
     def summed(self) -> list[str]:
@@ -144,7 +148,7 @@ class Plan:
         """How the layers of a parameter are split where they rest with their stages."""
         layers: list[set] = [set() for _ in self.parts.sides]
         for (kind, stage), part in self.parts.of.items():
-            layers[stage] |= {_layer(name)[1] for name in part.takes if _layer(name)[0] == path and kind in "FG"}
+            layers[stage] |= {_layer(name)[1] for name in part.takes if _layer(name)[0] == path and kind[0] in "FG"}
         return Split("pp", sizes=tuple(map(len, layers)), order=tuple(self.table.place))
 
     def first(self) -> Entry | None:
@@ -235,7 +239,7 @@ class RankOfPipeline:
         for path, whole in zip(plan.brought, brought, strict=True):
             if path in plan.reads(rank):
                 self.inputs[f"0/{path}"] = whole
-        self.places = {p: {block: at for at, block in enumerate(plan.blocks(p, rank))} for p in paths if self._stack(p)}
+        self.places = {path: plan.blocks(path, rank) for path in paths if self._stack(path)}
         self.held = Held(
             plan.table, plan.parts, rank, functools.partial(self._run, run), self.given, self.add, self.plus
         )

@@ -18,6 +18,7 @@ from fmegatron.step.partition import bases_of
 from fmegatron.step.torch_private import Op, extract_subgraph, graph_module_of, opname
 
 __all__ = [
+    "extracted",
     "layer_of",
     "linear_in",
     "reach",
@@ -68,6 +69,19 @@ def reach(outputs: Iterable[Any], stop: Callable[[Any], bool]) -> tuple[set[Any]
             nodes.add(n)
             todo += n.all_input_nodes
     return nodes, met
+
+
+def extracted(takes: Sequence[fx.Node], nodes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:
+    """A graph of these nodes of another one, in their order, which takes some as inputs. (torch's own looks at each
+    node of the graph for each part.)"""
+    graph, copied = fx.Graph(), dict[fx.Node, fx.Node]()
+    for n in takes:
+        copied[n] = graph.placeholder(n.name)
+        copied[n].meta = dict(n.meta)
+    for n in nodes:
+        copied[n] = graph.node_copy(n, copied.__getitem__)
+    graph.output(tuple([copied[n] for n in gives]))
+    return graph
 
 
 def seeds_as_constants(graph: fx.Graph) -> None:

@@ -183,7 +183,13 @@ class _Node:
         if isinstance(pipeline, Scheduled):
             pipeline = pipeline.on(mesh["pp"], blocks_of(marked.graph, who))
         table = pipeline.table if with_gradient else forwards(pipeline.table)
-        apart = {(action.kind, action.stage) for row in table.rows for action in row if action.kind in "GR"}
+        apart = {
+            (kind, action.stage)
+            for rank, row in enumerate(table.rows)
+            for action, kinds in zip(row, table.parts(rank), strict=True)
+            for kind in kinds
+            if kind[0] in "GR"
+        }
         with outside_of_tracing(), mode:
             parts = cut(marked.graph, takes, self.gives, pipeline.stages, who, apart)
         plain = graph_module_of(marked, without_marks(marked.graph))

@@ -28,6 +28,7 @@ class Held:
         self.table, self.parts, self.rank, self.run, self.given, self.add = table, parts, rank, run, given, add
         self.plus, self.gathered, self.reduced = plus, dict[int, dict[str, Any]](), dict[int, dict[str, Any]]()
         self._done_with = table.ends_of_gathers(rank)
+        self._gathers = iter([kind for kinds in table.parts(rank) for kind in kinds if kind[0] == "G"])
         self.values: dict[tuple[str, int], Any] = {}
         self.sides: dict[tuple[str, int], Any] = {}
         self._leaving: dict[tuple[str, int, int], Any] = {}  # the message may stand behind the other action of a pair
@@ -54,11 +55,11 @@ class Held:
         """Run an action whose inputs are there."""
         stage, i = action.stage, action.microbatch
         self._let_go()
-        for kind in action.kind:
+        for kind in (next(self._gathers),) if action.kind == "G" else action.kind:
             part = self.parts.of[kind, stage]
             given = [self._value(kind, name, i, stage) for name in part.takes] if part.gives else []
             found = self.run(kind, stage, given) if part.gives else ()
-            if kind == "G":
+            if action.kind == "G":
                 self.gathered[stage] = dict(zip(part.gives, found, strict=True))
                 continue
             if kind == "R":

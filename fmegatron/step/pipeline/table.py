@@ -41,8 +41,9 @@ class Action:
         "B"   gradient of the stage's input, from that of its output
         "W"   gradients of the stage's weights, added to those of other microbatches
         "BW"  both at once
-        "G"   gathers (and casts) of the stage's weights, for its actions that follow in the row up to its next G;
-              what it made lives until the last of them. A stage without any G gathers in F, B and W themselves
+        "G"   gathers (and casts) of those of the stage's weights that its actions read which follow in the row up to
+              its next G; what it made lives until the last of them. A stage without any G gathers in F, B and W
+              themselves
         "R"   reductions of the weight gradients that were summed since the stage's last R; a stage without any R
               reduces in each W
     """
@@ -118,11 +119,32 @@ class Table:
                 last[action.stage] = action
         return found | {action for action in last.values() if action is not None}
 
+    def parts(self, rank: int) -> tuple[tuple[str, ...], ...]:
+        """Of each action of a row the kinds of the parts that it runs: "F", "B", "W", "R"; of a G one for what reads
+        it, up to the next G of its stage: "GF", "GBW"."""
+        found, readers = list[tuple[str, ...]](), dict[int, str]()
+        for action in reversed(self.rows[rank]):
+            if action.kind == "G":
+                read = readers.pop(action.stage, "")
+                found.append(("G" + "".join(kind for kind in _COMPUTED if kind in read),))
+                continue
+            if action.kind != "R":
+                readers[action.stage] = readers.get(action.stage, "") + action.kind
+            found.append(tuple(action.kind))
+        return tuple(found[::-1])
+
     @property
-    def gathers(self) -> int:
-        """How often a stage's weights are gathered by actions of their own, at most; 0: by those that read them."""
-        counts = Counter(action.stage for row in self.rows for action in row if action.kind == "G")
-        return max(counts.values(), default=0)
+    def moves(self) -> tuple[int, int]:
+        """How often a stage's weights are gathered by actions of their own, and their gradients reduced, at most; 0:
+        by actions that read weights, or make gradients. What W alone reads is no weight."""
+        kinds = [
+            (kind, a.stage)
+            for rank, row in enumerate(self.rows)
+            for a, of in zip(row, self.parts(rank), strict=True)
+            for kind in of
+        ]
+        counts = Counter((kind[0], stage) for kind, stage in kinds if kind != "GW")
+        return tuple(max((n for (kind, _), n in counts.items() if kind == of), default=0) for of in "GR")
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -28,16 +29,23 @@ def clock_of(
     plan, stages = bound.plan, range(bound.plan.parts.stages)
 
     def cost(kind: str, stage: int) -> float:
-        if (kind, stage) not in plan.parts.of or not plan.parts.of[kind, stage].gives:
+        if not plan.parts.of[kind, stage].gives:
             return 0.0
         return seconds(bound.part(kind, stage).program.stages["overlap"].graph)
+
+    def mean(kind: str, stage: int) -> float:
+        """Of a G, each of whose runs gathers what those that follow read, the mean."""
+        rank = plan.table.place[stage]
+        pairs = zip(plan.table.rows[rank], plan.table.parts(rank), strict=True)
+        runs = Counter(of for action, kinds in pairs for of in kinds if (of[0], action.stage) == (kind, stage))
+        return sum(cost(of, stage) * n for of, n in runs.items()) / max(1, sum(runs.values()))
 
     sent = []
     for stage in stages:
         pairs = [("F", plan.parts.forward[stage]), ("B", plan.parts.backward[stage])]
         sizes = [plan.like(kind, stage, pair[0]).nbytes for kind, pair in pairs if pair is not None]
         sent.append(max(map(travels, sizes), default=0.0))
-    kinds = {kind: tuple(cost(kind, stage) for stage in stages) for kind in "FBWGR"}
+    kinds = {kind: tuple(mean(kind, stage) for stage in stages) for kind in "FBWGR"}
     costs = Costs(**kinds, send=tuple(sent))
     return timed(plan.table, costs), costs
 
@@ -78,9 +86,10 @@ def pipelines_of(graph: fx.Graph) -> list[BoundPipeline]:
 def calls_of(bound: BoundPipeline) -> dict[str, tuple[str, Iterator[str]]]:
     """Name of the operator of a part of this rank -> (its lane, the names of its calls in a step, in their order)."""
     found: dict[tuple[str, int], list[str]] = {}
-    for action in bound.plan.table.rows[bound.rank]:
-        for kind in action.kind:
-            found.setdefault((kind, action.stage), []).append(_named(bound, replace(action, kind=kind)))
+    table = bound.plan.table
+    for action, kinds in zip(table.rows[bound.rank], table.parts(bound.rank), strict=True):
+        for kind in kinds:
+            found.setdefault((kind, action.stage), []).append(_named(bound, replace(action, kind=kind[0])))
     parts = {key: bound.part(*key) for key in found if bound.plan.parts.of[key].gives}
     return {part.op.name(): (f"pp {bound.rank}", iter(found[key])) for key, part in parts.items()}
 

@@ -99,7 +99,8 @@ CASES = {
 }  # fmt: skip
 
 
-def updated(case: Case, by_stages: bool):
+def made(case: Case, by_stages: bool):
+    """(a step, its mesh, layouts of its state and batch, a whole state and batch)."""
     decoder = llama(**case.decoder)
     mesh = Mesh(pp=2, **case.mesh) if by_stages else Mesh()
     strategy = DataParallel.named(case.strategy) if by_stages else DataParallel.replicated()
@@ -123,9 +124,13 @@ def updated(case: Case, by_stages: bool):
     rows = {name: strategy.batch_layout(tuple(x.shape), x.dtype, mesh, M) for name, x in batch.items()}
     params = tree.init(model.specs(decoder, Mesh()), 7, 0)
     state = step.State(torch.zeros((), dtype=torch.int64), params, OPTIMIZER.init(params))
-    layouts = tree.layouts(step.state_specs(specs, OPTIMIZER, strategy))
-    report = step.check(fn, layouts, rows)
-    return simulate(fn, mesh, state, batch, layouts=(layouts, rows)).globals(), report
+    return fn, mesh, (tree.layouts(step.state_specs(specs, OPTIMIZER, strategy)), rows), (state, batch)
+
+
+def updated(case: Case, by_stages: bool):
+    """((state, metrics) behind a step on simulated ranks, what the check says)."""
+    fn, mesh, layouts, args = made(case, by_stages)
+    return simulate(fn, mesh, *args, layouts=layouts).globals(), step.check(fn, *layouts)
 
 
 @pytest.mark.slow

@@ -45,8 +45,8 @@ def stale_residual(patched):
     """A backward reads what the forward of the first microbatch has kept."""
     value, first = run.Held._value, defaultdict(dict)
 
-    def stale(held, name, i):
-        found = value(held, name, i)
+    def stale(held, kind, name, i, stage):
+        found = value(held, kind, name, i, stage)
         return first[held.rank].setdefault(name, found) if (name, i) in held.values else found
 
     patched.setattr(run.Held, "_value", stale)
