@@ -88,17 +88,22 @@ def _big(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in axes if name in mesh and mesh[name] > 1)
 
 
-def _marks(graph: torch.fx.Graph) -> list[tuple[int, _Cut]]:
-    """(index of a placeholder, how its rows are cut) of a graph and the opaque nodes in it."""
+def _marks(graph: torch.fx.Graph, known: dict | None = None) -> list[tuple[int, _Cut]]:
+    """(index of a placeholder, how its rows are cut) of a graph and the opaque nodes in it. known: of graphs that were
+    looked at; a node is there for each layer and microbatch."""
+    known = {} if known is None else known
+    if graph in known:
+        return known[graph]
     inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     found = []
     for node in graph.nodes:
         mark = node.meta.get("custom", {}).get(_MARK)
         entry = entry_of(node)
-        cuts = [] if entry is None else [(node.args[0][i], cut) for i, cut in _marks(entry.graph_module.graph)]
+        cuts = [] if entry is None else [(node.args[0][i], cut) for i, cut in _marks(entry.graph_module.graph, known)]
         cuts += [(node.args[0], mark)] if mark and isinstance(node.target, Op) else []
         found += [(inputs[origin], cut) for source, cut in cuts if (origin := _origin(source)) in inputs]
-    return list(dict.fromkeys(found))
+    known[graph] = list(dict.fromkeys(found))
+    return known[graph]
 
 
 def _origin(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -216,7 +216,7 @@ class _Layers:
     def _each(self, node: Any) -> list[fx.Node | None]:
         """The layers of what an op gives that treats each layer by itself."""
         v, name = node.meta["val"], opname(node.target)
-        count, found = v.shape[0], []
+        count, found, one = v.shape[0], [], v[0]
         of = {m: self._layers(m) for m in node.all_input_nodes if self._has_layers(m, v)}
         for i in range(count):
             own = {m: layers[i if len(layers) == count else 0] for m, layers in of.items()}
@@ -230,7 +230,7 @@ class _Layers:
             args, kwargs = _of_one(node, name)
             args = map_arg(args, lambda m, of=layer: of.get(m, m))
             kwargs = map_arg(kwargs, lambda m, of=layer: of.get(m, m))
-            found.append(self._made(node, node.target, args, v[i], kwargs))
+            found.append(self._made(node, node.target, args, one, kwargs))
         return found
 
     def _has_layers(self, m: Any, v: torch.Tensor) -> bool:

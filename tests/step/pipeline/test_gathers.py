@@ -69,7 +69,7 @@ def test_formulas_know_them():
 
 def of_product(w, batch):
     """What the last stage gives are products with a gathered weight themselves, in F and in B."""
-    w = nn.gather_tree(w)
+    w = {name: nn.gather_tree(x) for name, x in w.items()}
     x = batch["x"] @ w["first"]
     for n, one in enumerate(w["blocks"]):
         x = step.stage(x, n)
@@ -105,7 +105,7 @@ def moved(plan, rank):
 def test_what_a_part_gives_is_made_of_gathered_weights():
     plan = plan_of(gathering(schedules.one_f_one_b(2, 2), "step"), (1, 1))
     counts = {key: sum("all_gather" in str(n.target) for n in part.graph.nodes) for key, part in plan.parts.of.items()}
-    assert all(counts[kind, stage] == (kind[0] == "G") for kind, stage in counts if kind != "R"), counts
+    assert all((counts[kind, stage] > 0) == (kind[0] == "G") for kind, stage in counts if kind != "R"), counts
 
 
 @pytest.mark.parametrize("name", ["around", "V"])
