@@ -21,6 +21,7 @@ __all__ = [
     "OF_ONE_DEVICE",
     "OF_ONE_DTYPE",
     "explained",
+    "has_tensor",
     "require_device_of_outputs",
     "require_one_device",
     "require_one_dtype",
@@ -223,3 +224,10 @@ def _words(args, kwargs) -> str:
     return ", ".join(
         f"{dtypes.dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in given
     )
+
+
+def has_tensor(given) -> bool:
+    """Whether a tensor is in arguments; lists of a graph that is run again are none of a tree (`immutable_list`)."""
+    if isinstance(given, (list, tuple)):
+        return any(map(has_tensor, given))
+    return any(map(has_tensor, given.values())) if isinstance(given, dict) else isinstance(given, torch.Tensor)

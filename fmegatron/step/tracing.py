@@ -36,6 +36,7 @@ from fmegatron.step.refused import (
     OF_ONE_DEVICE,
     OF_ONE_DTYPE,
     explained,
+    has_tensor,
     require_device_of_outputs,
     require_one_device,
     require_one_dtype,
@@ -454,14 +455,7 @@ def _is_made_here(func, args, kwargs) -> bool:
     if func is torch.Tensor.to:
         return any(isinstance(x, str) for x in args)
     given = isinstance(kwargs.get("device"), torch.device)
-    return not given and not _has_tensor((args, kwargs))
-
-
-def _has_tensor(given: Any) -> bool:
-    """Whether a tensor is in arguments; lists of a graph that is run again are no lists of a tree (`immutable_list`)."""
-    if isinstance(given, (list, tuple)):
-        return any(map(_has_tensor, given))
-    return any(map(_has_tensor, given.values())) if isinstance(given, dict) else isinstance(given, torch.Tensor)
+    return not given and not has_tensor((args, kwargs))
 
 
 def _set_lines(graph_module) -> None:

@@ -10,6 +10,7 @@ from fmegatron import step, tree
 from fmegatron.collectives import Axes, axis_index, psum
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.step import tracing
+from fmegatron.step.layer import compiled_layer
 from fmegatron.testing import parity, simulate
 from tests.step.tiny import line_of
 
@@ -142,3 +143,12 @@ def test_a_step_that_makes_nothing_is_traced_once(monkeypatch):
     args = tree.map(lambda of: torch.empty(of.local_shape(0)), (STATE, ROWS))
     assert tracing.trace(of_an_argument, args).made_here == []
     assert tracing.trace(mask, args).made_here == [line_of(__file__, "mask")]
+
+
+def test_what_a_layer_joins_is_made_where_its_arguments_are():
+    """A layer's graph is run again while it is cut: with lists of its own kind, whose tensors are arguments, too."""
+    layer = compiled_layer("mincut")(lambda x, w: torch.cat([x * w, x], -1).sum(-1, keepdim=True) + x)
+    traced = step.trace(
+        lambda w, x: torch.autograd.grad(layer(x, w.requires_grad_()).sum(), w), (torch.ones(3), torch.ones(2, 3))
+    )
+    assert not traced.made_here
