@@ -88,9 +88,7 @@ class _OfRanks:
     over: tuple[tuple[_Key, Fraction], ...] = ()
 
     def __float__(self) -> float:
-        for key, _ in self.over:
-            if isinstance(key, SizeOf):
-                key.ask()
+        _ask(self.over)
         return float(_plain(self))
 
     def _told(self) -> Any:
@@ -145,16 +143,43 @@ class _OfRanks:
         return _sum(_plain(other) - _plain(self), other, self, -1) if _is_number(other) else NotImplemented
 
     def __mod__(self, other: Any) -> Any:
-        return _sum(_plain(self) % _plain(other), self, other, 0) if _is_number(other) else NotImplemented
+        return _rest(self, other) if _is_number(other) else NotImplemented
 
     def __rmod__(self, other: Any) -> Any:
-        return _sum(_plain(other) % _plain(self), other, self, 0) if _is_number(other) else NotImplemented
+        return _rest(other, self) if _is_number(other) else NotImplemented
 
     def __floordiv__(self, other: Any) -> Any:
         return _floor(self, other) if _is_number(other) else NotImplemented
 
     def __rfloordiv__(self, other: Any) -> Any:
         return _floor(other, self) if _is_number(other) else NotImplemented
+
+    def __divmod__(self, other: Any) -> Any:
+        return (self // other, self % other) if _is_number(other) else NotImplemented
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return (other // self, other % self) if _is_number(other) else NotImplemented
+
+    def __rshift__(self, bits: Any) -> Any:
+        return self // (1 << bits) if isinstance(bits, int) else NotImplemented
+
+    def __lshift__(self, bits: Any) -> Any:
+        return self * (1 << bits) if isinstance(bits, int) else NotImplemented
+
+    def __abs__(self) -> Any:
+        return -self if _plain(self) < 0 else self
+
+    def __and__(self, other: Any) -> Any:
+        return self._told() & plain(other) if isinstance(other, int) else NotImplemented
+
+    def __or__(self, other: Any) -> Any:
+        return self._told() | plain(other) if isinstance(other, int) else NotImplemented
+
+    def __xor__(self, other: Any) -> Any:
+        return self._told() ^ plain(other) if isinstance(other, int) else NotImplemented
+
+    def __invert__(self) -> int:
+        return ~self._told()
 
     def __pow__(self, power: Any, modulo: Any = None) -> Any:
         if not isinstance(power, (int, float)) or modulo is not None:
@@ -182,6 +207,16 @@ class RankShare(_OfRanks, float):
         return made
 
 
+def _ask(over: tuple[tuple[_Key, Fraction], ...]) -> None:
+    """Note of all sizes in a product, and in the sums of it, that Python was given them as a plain number."""
+    for key, _ in over:
+        if isinstance(key, SizeOf):
+            key.ask()
+        elif isinstance(key, SumOf):
+            for one in key.terms:
+                _ask(one)
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float))
 
@@ -198,8 +233,8 @@ def _made(number: Any, a: Any, b: Any, sign: int) -> Any:
 
 
 def _sum(number: Any, a: Any, b: Any, sign: int) -> Any:
-    """A sum or rest: of equal products it is one, with a plain 0 it is the other, and 0 is plain. sign: of the second
-    term; 0: it is a rest."""
+    """A sum or rest: of equal products it is one, with a plain 0 it is the other. sign: of the second term; 0: it is a
+    rest."""
     one, other = _over(a), _over(b)
     is_one = one == other or (not other and not _plain(b)) or (not one and not _plain(a))
     return _of_terms(number, one, other, is_one, (_plain(a), sign * _plain(b)) if sign else ())
@@ -214,6 +249,13 @@ def _of_terms(
     if is_one:
         return _with(one or other, number)
     return _with({SumOf((tuple(one.items()), tuple(other.items())), number, parts): Fraction(1)}, number)
+
+
+def _rest(a: Any, b: Any) -> Any:
+    """Of a size that a plain number divides nothing is left on any number of ranks."""
+    number, over = _plain(a) % _plain(b), _over(a)
+    of_size = bool(over) and all(isinstance(key, SizeOf) and power > 0 for key, power in over.items())
+    return number if not number and of_size and not _over(b) else _sum(number, a, b, 0)
 
 
 def _floor(a: Any, b: Any) -> Any:
@@ -235,8 +277,8 @@ def _with(over: Mapping[_Key, Fraction], number: Any) -> Any:
 
 
 def _is_zero(key: _Key) -> bool:
-    """Whether it is a sum that is 0 here, and on other numbers of ranks another."""
-    return isinstance(key, SumOf) and not key.number and bool(key.parts)
+    """Whether it is a sum, or a rest, that is 0 here, and on other numbers of ranks may be another."""
+    return isinstance(key, SumOf) and not key.number
 
 
 OF_RANKS = (RankCount, RankShare)

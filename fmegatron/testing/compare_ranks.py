@@ -19,7 +19,7 @@ from fmegatron.step.graph.nodes import items_of
 from fmegatron.testing import drawn
 from fmegatron.testing.align import seen_through
 from fmegatron.testing.first_difference import Finding, Kept, blame
-from fmegatron.testing.interpret import interpret
+from fmegatron.step.every_rank import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut
 from fmegatron.testing.relate import numbers
 from fmegatron.testing.rounding import movements

@@ -18,7 +18,7 @@ from torch import fx
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.graph import nodes
-from fmegatron.testing.interpret import interpret
+from fmegatron.step.every_rank import interpret
 
 __all__ = ["movements"]
 

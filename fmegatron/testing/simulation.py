@@ -21,9 +21,9 @@ from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import batch_rows, opaque, second_device, trace, tracing
 from fmegatron.step.pipeline import entry
-from fmegatron.testing.interpret import interpret
+from fmegatron.step.every_rank import interpret
 from fmegatron.testing.relate import numbers
-from fmegatron.testing.widen import wide_column, widened
+from fmegatron.step.widen import wide_column, widened
 from fmegatron.tree import checks, labels, structure
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]

@@ -16,7 +16,7 @@ from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.streamed import How, Streamed, streamed
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.write_back import donated_leaves
-from fmegatron.testing.interpret import interpret
+from fmegatron.step.every_rank import interpret
 from tests.pairs import each_value
 from tests.step import tiny
 

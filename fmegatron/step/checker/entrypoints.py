@@ -24,6 +24,7 @@ from fmegatron.step.checker.dims import folds_of, interleaved, order_of, said, s
 from fmegatron.step.checker.interpret import interpreted
 from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.memories import mixed
+from fmegatron.step.checker.on_random_numbers import Step, differing
 from fmegatron.step.checker.padding import at_output
 from fmegatron.step.checker.shares import owing
 from fmegatron.step.checker.values import (
@@ -79,6 +80,7 @@ def check(
     rows as columns, shows less than one on which all sizes differ.
     Raises ValueError, naming the path, for an array whose layout is not known, and for two meshes.
     """
+    given = fn
     fn, args = (fn.function, (fn.state, fn.batch)) if isinstance(fn, Description) and not args else (fn, args)
     layouts = tree.layouts(args)
     flat = tree.leaves(layouts)
@@ -94,6 +96,8 @@ def check(
     require_rows(traced, flat, "check: the arguments")
     outputs = _wanted(traced, (0,))
     report = check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
+    if report.unproven and not report.findings:
+        report = differing(report, Step(given, args, traced, outputs, _empty), flat[0].mesh)
     fault = on_second_device(traced, fn, empty)
     if fault is None:
         return report

@@ -95,6 +95,8 @@ def interpreted(scope: Scope, graph: torch.fx.Graph, arguments: Iterable[Value])
                 values[node] = sizes.by_own_size(scope, node, values[node])
             if "made" in node.meta:
                 values[node] = sizes.of_places(scope, node, values[node])
+            if scope.asked:
+                values[node] = sizes.of_asked(scope, node, values[node])
             known = scope.positions is not None and positions.after(scope, node)
             if scope.chunks and not known:
                 chunks.after(scope, node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ _SHAPED = _FILLED.union(
     " unflatten linspace eye repeat_interleave".split()
 )
 _ALONG = frozenset("select slice roll narrow split split_with_sizes unfold topk kthvalue".split())
+_NUMBERS = MappingProxyType({"slice": slice(2, 5), "select": slice(2, 3), "unfold": slice(2, 4)})
 _SUM = "its number is a sum with a size of a rank's part, which on one rank is no multiple of it"
 _VIEWS = ("view", "_unsafe_view", "reshape")
 _OF_PLACES = frozenset(
@@ -32,6 +34,7 @@ _OF_PLACES = frozenset(
 )
 _TURNS = frozenset("flip roll cumsum cumprod logcumsumexp cummax cummin sort".split())
 _MOVED_ON = "makes other places of a number that is another on one rank: a size of a rank's part, or a number of ranks"
+_TOLD = "its number may be made of a size of a rank's part, which Python was told as a plain number (int, len, float)"
 _ROLLED = "rolls by a number that is another on one rank: a size of a rank's part, or a number of ranks"
 _PERMUTED = "a permutation made of a size of a rank's part is another on each number of ranks"
 _OF_ALL = "the same with the size of the whole dim: n * axes[name].size - 1 for n - 1"
@@ -217,6 +220,34 @@ def of_places(scope: Scope, node: Node, found: Any) -> Any:
     axes = found.sharded if None in numbers else axes & found.sharded
     axes = frozenset(axis for axis in axes if found.marks.get(axis) is None)
     return _marked(found, axes, scope.vague(node, _MOVED_ON)) if axes else found
+
+
+def of_asked(scope: Scope, node: Node, found: Any) -> Any:
+    """What is taken of a dim that the ranks share, or rolled along it, by a plain number, where Python was told a size
+    of a rank's part, of which that may be made: as of a number that is another on one rank, nothing is known."""
+    name = op_name(node)
+    if name not in _ALONG or node.meta.get("backward"):
+        return found
+    known = {abs(number) for number, _ in node.meta.get("made", ())}
+    flat = [one for a in node.args[_NUMBERS.get(name, slice(1, 2))] for one in (items_of(a) if _is_list(a) else [a])]
+    given = {abs(n) for n in flat if isinstance(n, int) and 1 < abs(n) < 1 << 62} - known
+    told = [axes for of in scope.asked.values() for axes in of]
+    if not given or not told:
+        return found
+    axes = frozenset(axis for axis in scope.mesh.names if scope.mesh[axis] > 1)
+    axes = axes if None in told else frozenset[str]().union(*told)
+    x = scope.values[node_of(node.args[0])]
+    if isinstance(x, Value) and x.dims:
+        dim = _dim_of(node, name) % len(x.dims)
+        axes -= over(x.dims[dim]) | x.may_shard(dim)
+    if not axes:
+        return found
+    mark = scope.vague(node, _TOLD)
+    return [_marked(v, axes, mark) for v in found] if isinstance(found, list) else _marked(found, axes, mark)
+
+
+def _is_list(x: Any) -> bool:
+    return isinstance(x, (list, tuple))
 
 
 def _differs(scope: Scope, made: tuple | None) -> frozenset[str]:

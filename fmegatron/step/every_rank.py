@@ -19,7 +19,7 @@ from fmegatron.step.graph import nodes
 from fmegatron.step.pipeline import entry as pipeline
 from fmegatron.step.real_strides import that_copies
 from fmegatron.step.torch_private import UNSAFE_VIEW
-from fmegatron.testing.pipelines import simulated
+from fmegatron.step.pipeline.on_every_rank import simulated
 
 __all__ = ["interpret"]
 

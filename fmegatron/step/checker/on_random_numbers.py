@@ -1,0 +1,310 @@
+"""Steps on random numbers: what rules leave open is run on simulated ranks, and on one, and compared.
+
+The step on one rank is what `Description.on` makes, or the same function with what it closes over moved to a mesh of
+ones (`other_mesh.py`), traced again. Both graphs run in torch.float64 on the same arrays. An output that differs far
+beyond rounding, on all draws, is no output of one rank: a finding, as rounding, ties and zeros are not to blame. Where
+both agree nothing is proven: numbers show mistakes, and not that there are none.
+
+A plain number may have been made of the mesh, and be another on one rank: whole numbers that the user's functions close
+over, and those in the graph. A difference counts where it is there in each reading of them. Nothing is said of graphs
+whose hops may be counted by such a number, of what cannot be traced or computed so, and of steps too large to run here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fmegatron import tree
+from fmegatron.collectives import kinds, table
+from fmegatron.layout import Layout, Mesh
+from fmegatron.step import opaque, widen
+from fmegatron.step.checker.context import Finding, Report, Unproven, line_of, op_name
+from fmegatron.step.description import Description
+from fmegatron.step.every_rank import interpret
+from fmegatron.step.other_mesh import OneRank, on_one_rank
+from fmegatron.step.tracing import Traced, trace
+
+__all__ = ["Step", "differing"]
+
+_MOST = 1 << 25  # elements that all ranks make together at most
+_NODES = 1 << 18  # and ops that they run
+_READINGS = 64  # of numbers at most
+_FAR = 1e-6
+_FAULTS = (ValueError, RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError, ArithmeticError)
+# Of others numbers are dims, exponents, dtypes, and shapes, which a trace on one rank has of its own.
+_OF_NUMBERS = frozenset("mul div add sub rsub full full_like scalar_tensor lift_fresh_copy clamp clamp_min clamp_max".split())
+
+
+class Step(NamedTuple):
+    """What is compared: a function and what it is called with (layouts, or specs), its trace, and a layout per output
+    (None: the same on all ranks; another value: it is not compared)."""
+
+    fn: Callable | Description
+    args: tuple
+    traced: Traced
+    outputs: Sequence[Any]
+    empty: Callable[[Layout], torch.Tensor]
+
+
+def differing(report: Report, step: Step, mesh: Mesh) -> Report:
+    """The report, where lines are findings that are unproven and of which an output is another than on one rank."""
+    vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
+    open_ = {path for one in report.unproven for path in one.outputs} - vouched
+    paths = [path for path in step.traced.out_paths if path in open_]
+    if not paths or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
+        return report
+    try:
+        with torch.no_grad():
+            wrong = _Compared(step, mesh).different(paths)
+    except _FAULTS:  # it cannot be run so: what was open stays open
+        return report
+    found, left, told = [], [], set[str]()
+    for one in report.unproven:
+        mine = [path for path in one.outputs if path in wrong and path not in told]
+        told.update(mine)
+        if not mine:
+            left.append(one)
+            continue
+        more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
+        what = f"{one.why}; and on random numbers {mine[0]}{more} is not what one rank makes of them"
+        fix = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
+        found.append(Finding(one.at, one.op, one.axes[0], what, fix))
+    left = [one for one in left if not set(one.outputs) <= wrong] if found else left
+    return dataclasses.replace(report, findings=(*report.findings, *found), unproven=tuple(left))
+
+
+class _Graph(NamedTuple):
+    graph: torch.fx.Graph
+    paths: list[str]
+    mesh: Mesh
+
+
+class _Compared:
+    """A step on its mesh and on one rank."""
+
+    def __init__(self, step: Step, mesh: Mesh):
+        self.step, self.mesh, self.one = step, mesh, Mesh(**dict.fromkeys(mesh.names, 1))
+        self.layouts = [getattr(x, "layout", x) for x in tree.leaves(tree.layouts(step.args))]
+        self.many = self._flat(step.traced, mesh)
+        if any(layout.unreduced for layout in self.layouts) or _may_count_hops(self.many.graph):
+            raise ValueError("its inputs, or its hops, have no one reading on one rank")
+
+    def _flat(self, traced: Traced, mesh: Mesh) -> _Graph:
+        wide = widen.widened(traced)
+        graph = opaque.inline_layers(wide.graph_module.graph)
+        kinds.require_mesh_of_graph(graph, mesh, "check", "the layouts")
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
+        size = sum(x.numel() for n in nodes for x in tree.leaves(n.meta.get("val")) if isinstance(x, torch.Tensor))
+        if size * mesh.size > _MOST or len(nodes) * mesh.size > _NODES:
+            raise ValueError("it is too large to be run here")
+        return _Graph(graph, traced.out_paths, mesh)
+
+    def _on_one(self, instead: Mapping[int, int] | None = None) -> tuple[_Graph, set[int]]:
+        """The step on one rank, and the plain numbers that it closes over."""
+        fn, plain = self.step.fn, set[int]()
+        if isinstance(fn, Description) and fn.on is not None:
+            described = fn.on(self.one)
+            function, given = described.function, (described.state, described.batch)
+        else:
+            moved = OneRank(self.mesh, instead)
+            function = moved(fn.function if isinstance(fn, Description) else fn)
+            given, plain = tree.map(on_one_rank, tree.layouts(self.step.args)), moved.plain
+        layouts = tree.layouts(given)
+        if [x.shape for x in tree.leaves(layouts)] != [x.shape for x in self.layouts]:
+            raise ValueError("its arrays are others on one rank")
+        traced = trace(function, tree.map(self.step.empty, layouts))
+        if traced.out_paths != self.many.paths or any(map(_of_ranks, traced.graph_module.graph.nodes)):
+            raise ValueError("its results are others on one rank, or made of numbers of ranks")
+        return self._flat(traced, self.one), plain
+
+    def different(self, paths: Sequence[str]) -> set[str]:
+        """Those of these outputs that are others than on one rank, on all draws and in all readings."""
+        graph, plain = self._on_one()
+        bounds = self._bounds(graph)
+        draws = [[self._drawn(i, turn, bounds) for i in range(len(self.layouts))] for turn in (0, 1)]
+        ranks = [self._ran_on_ranks(draw) for draw in draws]
+        wrong = self._wrong(graph, draws, ranks, paths)
+        if not wrong:
+            return wrong
+        for instead in self._readings(plain):
+            try:
+                other, _ = self._on_one(instead)
+                told = self._wrong(other, draws, ranks, paths)
+            except _FAULTS:  # no reading of it
+                continue
+            if not told:
+                return set()
+            wrong &= told
+        for changed in self._changed(graph):
+            told = self._wrong(changed, draws, ranks, paths)
+            if not told:
+                return set()
+            wrong &= told
+        return wrong
+
+    # ---- values
+    def _drawn(self, i: int, turn: int, bounds: Mapping[int, int]) -> torch.Tensor:
+        leaf, layout = tree.leaves(self.step.args)[i], self.layouts[i]
+        draw = torch.Generator().manual_seed(1000 * turn + i)
+        number = getattr(getattr(leaf, "init", None), "value", None)
+        if not layout.dtype.is_floating_point:
+            if number is not None:
+                return torch.full(layout.shape, number, dtype=layout.dtype)
+            below = 2 if layout.dtype is torch.bool else bounds.get(i, 2)
+            return torch.randint(below, layout.shape, generator=draw).to(layout.dtype)
+        x = torch.rand(layout.shape, generator=draw, dtype=torch.float64)
+        if number is not None:
+            return number + 0.1 * x
+        return x + 0.1 if turn else torch.randn(layout.shape, generator=draw, dtype=torch.float64) * 0.7
+
+    def _bounds(self, graph: _Graph) -> dict[int, int]:
+        """Of each input of whole numbers the largest bound, a size of some dim, with which one rank can be computed."""
+        leaves, bounds = tree.leaves(self.step.args), {}
+        whole = [i for i, x in enumerate(self.layouts) if not x.dtype.is_floating_point and x.dtype is not torch.bool]
+        sizes = sorted({n for x in self.layouts for n in x.shape if n > 2}, reverse=True)
+        for i in whole:
+            for size in sizes if getattr(leaves[i], "init", None) is None else ():
+                try:
+                    trial = {**bounds, i: size}
+                    self._ran(graph, [[self._drawn(j, 0, trial)] for j in range(len(self.layouts))])
+                except _FAULTS:
+                    continue
+                bounds[i] = size
+                break
+        return bounds
+
+    def _ran(self, graph: _Graph, inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return interpret(graph.graph, graph.mesh, [widen.wide_column(column) for column in inputs])[0]
+
+    def _ran_on_ranks(self, draw: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        ranks = range(self.mesh.size)
+        of = zip(draw, self.layouts, strict=True)
+        return self._ran(self.many, [[tree.local(x, layout, r) for r in ranks] for x, layout in of])
+
+    # ---- comparison
+    def _wrong(self, graph: _Graph, draws: list, ranks: list, paths: Sequence[str]) -> set[str]:
+        wrong = set(paths)
+        for draw, mine in zip(draws, ranks, strict=True):
+            one = self._ran(graph, [[x] for x in draw])
+            near = self._ran(graph, [[_nudged(x)] for x in draw])
+            at = {path: i for i, path in enumerate(self.many.paths)}
+            wrong = {p for p in wrong if self._differs(self.step.outputs[at[p]], mine[at[p]], one[at[p]], near[at[p]])}
+        return wrong
+
+    def _differs(self, layout: Any, mine: list[torch.Tensor], one: list[torch.Tensor], near: list) -> bool:
+        whole, moved = one[0].double(), (near[0].double() - one[0].double()).abs()
+        if not (layout is None or isinstance(layout, Layout)) or not bool(whole.isfinite().all() & moved.isfinite().all()):
+            return False
+        if layout is not None and (layout.unreduced or tuple(whole.shape) != layout.shape):
+            return False
+        size = whole.abs()[whole != 0]
+        room = _FAR * (whole.abs() + (size.median() if size.numel() else 0)) + 1e4 * moved + 1e-12
+        worst = False
+        for rank, x in enumerate(mine):
+            wanted, allowed = whole, room
+            if layout is not None:
+                wanted, allowed = tree.local(whole, layout, rank), tree.local(room, layout, rank)
+            if x.shape != wanted.shape or not bool(x.double().isfinite().all()):
+                return False
+            worst |= bool(((x.double() - wanted).abs() > allowed).any())
+        return worst
+
+    # ---- readings
+    def _readings(self, plain: set[int]) -> Iterator[dict[int, int]]:
+        """What the plain numbers that functions close over may be on one rank: each of them, and all."""
+        every = [self._instead(n) for n in sorted(plain)]
+        given = [(n, one) for n, others in zip(sorted(plain), every, strict=True) for one in others]
+        if len(given) > _READINGS:
+            raise ValueError("it has too many readings")
+        yield from ({n: one} for n, one in given)
+        if len(plain) > 1:
+            yield from (dict(zip(sorted(plain), way, strict=False)) for way in zip(*every, strict=False))
+
+    def _instead(self, n: int) -> list[int]:
+        found = []
+        for ranks in _products([int(size) for size in self.mesh.sizes if size > 1]):
+            found += [n * ranks] + ([n // ranks] if not n % ranks else [])
+        return found
+
+    def _changed(self, graph: _Graph) -> Iterator[_Graph]:
+        """The graph with numbers in it that a plain number of ranks, or of rows, would make others on one rank."""
+        places: dict[tuple, list[torch.fx.Node]] = {}
+        lines = {line_of(node).removesuffix(" (backward)") for node in self.many.graph.nodes}
+        for node in graph.graph.nodes:
+            for number in _numbers(node):
+                if line_of(node).removesuffix(" (backward)") in lines:
+                    places.setdefault((max(number, 1 / number), line_of(node).removesuffix(" (backward)")), []).append(node)
+        ranks = _products([int(size) for size in self.mesh.sizes if size > 1])
+        groups = [[place] for place in places]
+        groups += [[p for p in places if p[0] == n] for n in {n for n, _ in places}]
+        groups += [list(pair) for pair in itertools.combinations(places, 2)]
+        groups = [list(one) for one in dict.fromkeys(map(tuple, groups))]
+        if len(groups) * len(ranks) * 2 > 4 * _READINGS:
+            groups = groups[: len(places) * 2]
+        for group, factor in itertools.product(groups, [f for n in ranks for f in (n, 1 / n)]):
+            wanted = {number: [node.name for place in group if place[0] == number for node in places[place]] for number, _ in group}
+            yield _with_numbers(graph, wanted, factor)
+
+
+def _products(sizes: Sequence[int]) -> list[int]:
+    """The numbers of ranks along some of the axes."""
+    some = (one for k in range(1, len(sizes) + 1) for one in itertools.combinations(sizes, k))
+    return sorted({math.prod(one) for one in some})
+
+
+def _numbers(node: torch.fx.Node) -> list[float]:
+    """The numbers in a node that may have been made of a plain whole one, beyond 1, or divide by one."""
+    if node.op != "call_function" or op_name(node).rstrip("_") not in _OF_NUMBERS:
+        return []
+    given = [abs(x) for x in node.args if isinstance(x, (int, float)) and not isinstance(x, bool) and x]
+    return [x for x in given if x != 1 and math.isfinite(x) and abs((y := max(x, 1 / x)) - round(y)) < 1e-9 * y < 1e-3]
+
+
+def _with_numbers(graph: _Graph, wanted: Mapping[float, list[str]], factor: float) -> _Graph:
+    """A copy in which numbers, in nodes of these names, are that many times as large."""
+    made = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = made.graph_copy(graph.graph, copies)
+    made.output(output)
+    for number, names in wanted.items():
+        for old in graph.graph.nodes:
+            if old.name not in names:
+                continue
+            new = copies[old]
+            new.args = tuple(_times(x, number, factor) for x in new.args)
+    return graph._replace(graph=made)
+
+
+def _times(x: Any, number: float, factor: float) -> Any:
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not x:
+        return x
+    if abs(x) == number:
+        return x * factor
+    return x / factor if abs(1 / x) == number else x
+
+
+def _nudged(x: torch.Tensor) -> torch.Tensor:
+    """The values, moved by a little, of which an output moves by as little where it is not at a step."""
+    if not x.is_floating_point():
+        return x
+    draw = torch.Generator().manual_seed(x.numel())
+    return x * (1 + 1e-11 * torch.randn(x.shape, generator=draw, dtype=torch.float64))
+
+
+def _of_ranks(node: torch.fx.Node) -> bool:
+    """Whether a number of it is made of a number of ranks, which one rank has not."""
+    made = node.meta.get("made", ())
+    return bool(node.meta.get("ranks")) or any(of is not None and of[1] for _, of in made)
+
+
+def _may_count_hops(graph: torch.fx.Graph) -> bool:
+    """Whether a line sends several times: how often, on one rank, a plain number in its code may say."""
+    sent = [line_of(n) for n in graph.nodes if kinds.collective_of(n.target) is table.PPERMUTE]
+    sent = [line for line in sent if not line.endswith(" (backward)")]
+    return len(set(sent)) < len(sent)
