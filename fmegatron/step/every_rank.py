@@ -17,9 +17,9 @@ from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
 from fmegatron.step.graph import nodes
 from fmegatron.step.pipeline import entry as pipeline
+from fmegatron.step.pipeline.on_every_rank import simulated
 from fmegatron.step.real_strides import that_copies
 from fmegatron.step.torch_private import UNSAFE_VIEW
-from fmegatron.step.pipeline.on_every_rank import simulated
 
 __all__ = ["interpret"]
 

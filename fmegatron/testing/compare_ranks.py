@@ -15,11 +15,11 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
 from fmegatron.step import Description, description, opaque
+from fmegatron.step.every_rank import interpret
 from fmegatron.step.graph.nodes import items_of
 from fmegatron.testing import drawn
 from fmegatron.testing.align import seen_through
 from fmegatron.testing.first_difference import Finding, Kept, blame
-from fmegatron.step.every_rank import interpret
 from fmegatron.testing.microbatches import cuts_of, finding_of_cut
 from fmegatron.testing.relate import numbers
 from fmegatron.testing.rounding import movements

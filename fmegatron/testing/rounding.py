@@ -17,8 +17,8 @@ from torch import fx
 
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
-from fmegatron.step.graph import nodes
 from fmegatron.step.every_rank import interpret
+from fmegatron.step.graph import nodes
 
 __all__ = ["movements"]
 

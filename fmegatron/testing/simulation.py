@@ -20,10 +20,10 @@ from torch import fx
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import batch_rows, opaque, second_device, trace, tracing
-from fmegatron.step.pipeline import entry
 from fmegatron.step.every_rank import interpret
-from fmegatron.testing.relate import numbers
+from fmegatron.step.pipeline import entry
 from fmegatron.step.widen import wide_column, widened
+from fmegatron.testing.relate import numbers
 from fmegatron.tree import checks, labels, structure
 
 __all__ = ["Ranks", "Simulation", "join", "simulate", "split"]

@@ -1,10 +1,10 @@
 """Checks of a step: of a function over declared layouts, of a traced graph, and of each call that a jit compiles.
 
 A step is interpreted once over what is sharded, pending or replicated, for any number of ranks. Nothing is computed and
-no rank exists: forward, backward and optimizer are nodes of one graph, and a rule for each states what its result is
-over every axis of the mesh. At the end the outputs are compared with the layouts of the new state. The abstract domain
-is that of partial and sharded values of the sharding literature (GSPMD, Xu et al. 2021; "varying" and "invariant" of
-shard_map), applied to backward and optimizer as well.
+no rank exists, but for what `check` finds unproven (`on_random_numbers.py`): forward, backward and optimizer are nodes
+of one graph, and a rule for each states what its result is over every axis of the mesh. At the end the outputs are
+compared with the layouts of the new state. The abstract domain is that of partial and sharded values of the sharding
+literature (GSPMD, Xu et al. 2021; "varying" and "invariant" of shard_map), applied to backward and optimizer as well.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def check(
 
     A finding is a proof of a mistake: at its line a value stops meaning what it means on one rank (arithmetic that
     undoes just this mistake, on purpose, could still mend it: `allow` states so). What no rule can decide is never a
-    finding: the report lists it as unproven, with the outputs that depend on it, and is then not `ok`.
+    finding: the report lists it as unproven, with the outputs that depend on it, and is then not `ok`. Before that a
+    small step is run on random numbers, on simulated ranks and on one: what differs in every reading is a finding.
     What is proven: that every sum over ranks which an output needs is made once, over the right axes, in forward,
     backward and optimizer. What no check of types can see, and simulated ranks do (`testing.simulate`, `parity`):
     constants (a loss scale that is wrong), a false `declare`, and mistakes inside of a movement, such as the direction

@@ -27,18 +27,23 @@ from fmegatron.step import opaque, widen
 from fmegatron.step.checker.context import Finding, Report, Unproven, line_of, op_name
 from fmegatron.step.description import Description
 from fmegatron.step.every_rank import interpret
+from fmegatron.step.graph.nodes import node_of
 from fmegatron.step.other_mesh import OneRank, on_one_rank
 from fmegatron.step.tracing import Traced, trace
 
 __all__ = ["Step", "differing"]
 
 _MOST = 1 << 25  # elements that all ranks make together at most
-_NODES = 1 << 18  # and ops that they run
-_READINGS = 64  # of numbers at most
-_FAR = 1e-6
+_NODES = 1 << 17  # and ops that they run
+_TRACES = 12  # of readings of numbers that functions close over at most
+_RUNS = 128  # and of those in a graph
+_FAR, _NEAR = 1e-6, 1e-4  # of what differs, and of what a reading may explain
+_BACK = " (backward)"
 _FAULTS = (ValueError, RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError, ArithmeticError)
 # Of others numbers are dims, exponents, dtypes, and shapes, which a trace on one rank has of its own.
-_OF_NUMBERS = frozenset("mul div add sub rsub full full_like scalar_tensor lift_fresh_copy clamp clamp_min clamp_max".split())
+_OF_NUMBERS = frozenset(
+    "mul div add sub rsub full full_like scalar_tensor lift_fresh_copy clamp clamp_min clamp_max".split()
+)
 
 
 class Step(NamedTuple):
@@ -56,7 +61,8 @@ def differing(report: Report, step: Step, mesh: Mesh) -> Report:
     """The report, where lines are findings that are unproven and of which an output is another than on one rank."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
-    paths = [path for path in step.traced.out_paths if path in open_]
+    outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
+    paths = [path for path, node in outputs if path in open_ and not _is_count_of_number(node)]
     if not paths or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
         return report
     try:
@@ -91,8 +97,11 @@ class _Compared:
     def __init__(self, step: Step, mesh: Mesh):
         self.step, self.mesh, self.one = step, mesh, Mesh(**dict.fromkeys(mesh.names, 1))
         self.layouts = [getattr(x, "layout", x) for x in tree.leaves(tree.layouts(step.args))]
+        self.stated = isinstance(step.fn, Description) and step.fn.on is not None  # how it is on one rank
         self.many = self._flat(step.traced, mesh)
-        if any(layout.unreduced for layout in self.layouts) or _may_count_hops(self.many.graph):
+        local = [n for x in self.layouts for n in (*x.shape, *x.local_shape(0))]
+        self._sizes = frozenset(n for n in (*local, *map(int, mesh.sizes)) if n > 1)
+        if any(layout.unreduced for layout in self.layouts) or (not self.stated and _may_count_hops(self.many.graph)):
             raise ValueError("its inputs, or its hops, have no one reading on one rank")
 
     def _flat(self, traced: Traced, mesh: Mesh) -> _Graph:
@@ -108,7 +117,7 @@ class _Compared:
     def _on_one(self, instead: Mapping[int, int] | None = None) -> tuple[_Graph, set[int]]:
         """The step on one rank, and the plain numbers that it closes over."""
         fn, plain = self.step.fn, set[int]()
-        if isinstance(fn, Description) and fn.on is not None:
+        if self.stated:
             described = fn.on(self.one)
             function, given = described.function, (described.state, described.batch)
         else:
@@ -124,28 +133,26 @@ class _Compared:
         return self._flat(traced, self.one), plain
 
     def different(self, paths: Sequence[str]) -> set[str]:
-        """Those of these outputs that are others than on one rank, on all draws and in all readings."""
+        """Those of these outputs that are others than on one rank, on all draws; none where a reading explains them."""
         graph, plain = self._on_one()
         bounds = self._bounds(graph)
         draws = [[self._drawn(i, turn, bounds) for i in range(len(self.layouts))] for turn in (0, 1)]
         ranks = [self._ran_on_ranks(draw) for draw in draws]
-        wrong = self._wrong(graph, draws, ranks, paths)
-        if not wrong:
+        wrong = set(paths)
+        for draw, mine in zip(draws, ranks, strict=True):
+            if not wrong:
+                return wrong
+            one, near = (self._ran(graph, [[of(x)] for x in draw]) for of in (lambda x: x, _nudged))
+            wrong = {p for p in wrong if self._differs(p, mine, one, near)}
+        if not wrong or self.stated:
             return wrong
-        for instead in self._readings(plain):
+        for other in itertools.chain(self._closed_over(plain), self._changed(graph)):
             try:
-                other, _ = self._on_one(instead)
-                told = self._wrong(other, draws, ranks, paths)
+                one = self._ran(other, [[x] for x in draws[0]])
             except _FAULTS:  # no reading of it
                 continue
-            if not told:
+            if not any(self._differs(p, ranks[0], one, one, _NEAR) for p in paths):
                 return set()
-            wrong &= told
-        for changed in self._changed(graph):
-            told = self._wrong(changed, draws, ranks, paths)
-            if not told:
-                return set()
-            wrong &= told
         return wrong
 
     # ---- values
@@ -188,43 +195,48 @@ class _Compared:
         return self._ran(self.many, [[tree.local(x, layout, r) for r in ranks] for x, layout in of])
 
     # ---- comparison
-    def _wrong(self, graph: _Graph, draws: list, ranks: list, paths: Sequence[str]) -> set[str]:
-        wrong = set(paths)
-        for draw, mine in zip(draws, ranks, strict=True):
-            one = self._ran(graph, [[x] for x in draw])
-            near = self._ran(graph, [[_nudged(x)] for x in draw])
-            at = {path: i for i, path in enumerate(self.many.paths)}
-            wrong = {p for p in wrong if self._differs(self.step.outputs[at[p]], mine[at[p]], one[at[p]], near[at[p]])}
-        return wrong
-
-    def _differs(self, layout: Any, mine: list[torch.Tensor], one: list[torch.Tensor], near: list) -> bool:
-        whole, moved = one[0].double(), (near[0].double() - one[0].double()).abs()
-        if not (layout is None or isinstance(layout, Layout)) or not bool(whole.isfinite().all() & moved.isfinite().all()):
+    def _differs(self, path: str, ranks: list, one: list, near: list, far: float = _FAR) -> bool:
+        """Whether an output is another than on one rank, by more than it moves where the inputs do by a little."""
+        at = self.many.paths.index(path)
+        layout, mine, whole = self.step.outputs[at], ranks[at], one[at][0].double()
+        moved = (near[at][0].double() - whole).abs()
+        if not (layout is None or isinstance(layout, Layout)) or not bool((whole.isfinite() & moved.isfinite()).all()):
             return False
         if layout is not None and (layout.unreduced or tuple(whole.shape) != layout.shape):
             return False
         size = whole.abs()[whole != 0]
-        room = _FAR * (whole.abs() + (size.median() if size.numel() else 0)) + 1e4 * moved + 1e-12
-        worst = False
+        room = far * (whole.abs() + (size.median() if size.numel() else 0)) + 1e4 * moved + 1e-12
+        differs = False
         for rank, x in enumerate(mine):
-            wanted, allowed = whole, room
-            if layout is not None:
-                wanted, allowed = tree.local(whole, layout, rank), tree.local(room, layout, rank)
-            if x.shape != wanted.shape or not bool(x.double().isfinite().all()):
+            wanted, allowed = (of if layout is None else tree.local(of, layout, rank) for of in (whole, room))
+            if x.shape != wanted.shape or not bool(x.isfinite().all()):
                 return False
-            worst |= bool(((x.double() - wanted).abs() > allowed).any())
-        return worst
+            differs |= bool(((x.double() - wanted).abs() > allowed).any())
+        return differs
 
     # ---- readings
+    def _closed_over(self, plain: set[int]) -> Iterator[_Graph]:
+        """The step where plain numbers that functions close over are what they may be on one rank."""
+        for instead in self._readings(plain):
+            try:
+                yield self._on_one(instead)[0]
+            except _FAULTS:  # no reading of it
+                continue
+
     def _readings(self, plain: set[int]) -> Iterator[dict[int, int]]:
-        """What the plain numbers that functions close over may be on one rank: each of them, and all."""
-        every = [self._instead(n) for n in sorted(plain)]
-        given = [(n, one) for n, others in zip(sorted(plain), every, strict=True) for one in others]
-        if len(given) > _READINGS:
+        """What these numbers may be on one rank: each of them, and all."""
+        numbers = sorted(n for n in plain if self._is_of_mesh(n))
+        every = [self._instead(n) for n in numbers]
+        given = [(n, one) for n, others in zip(numbers, every, strict=True) for one in others]
+        if len(given) > _TRACES:
             raise ValueError("it has too many readings")
         yield from ({n: one} for n, one in given)
-        if len(plain) > 1:
-            yield from (dict(zip(sorted(plain), way, strict=False)) for way in zip(*every, strict=False))
+        if len(numbers) > 1:
+            yield from (dict(zip(numbers, way, strict=False)) for way in zip(*every, strict=False))
+
+    def _is_of_mesh(self, n: int) -> bool:
+        """Whether a whole number is a product of sizes and numbers of ranks, or one less than one."""
+        return any(_divides_into(n + more, self._sizes) for more in (0, 1))
 
     def _instead(self, n: int) -> list[int]:
         found = []
@@ -235,20 +247,30 @@ class _Compared:
     def _changed(self, graph: _Graph) -> Iterator[_Graph]:
         """The graph with numbers in it that a plain number of ranks, or of rows, would make others on one rank."""
         places: dict[tuple, list[torch.fx.Node]] = {}
-        lines = {line_of(node).removesuffix(" (backward)") for node in self.many.graph.nodes}
-        for node in graph.graph.nodes:
-            for number in _numbers(node):
-                if line_of(node).removesuffix(" (backward)") in lines:
-                    places.setdefault((max(number, 1 / number), line_of(node).removesuffix(" (backward)")), []).append(node)
+        lines = {line_of(node).removesuffix(_BACK) for node in self.many.graph.nodes}
+        shapes = {n.name: n.meta["val"].shape for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+        for node in graph.graph.nodes:  # the backward behind the forward, of whose numbers it may have some
+            line, back = line_of(node).removesuffix(_BACK), line_of(node).endswith(_BACK)
+            for number in _numbers(node) if line in lines else ():
+                whole = round(max(number, 1 / number))
+                if (
+                    (whole, line) in places
+                    or not (back or _is_of_sizes(node, number, shapes))
+                    and self._is_of_mesh(whole)
+                ):
+                    places.setdefault((whole, line), []).append(node)
         ranks = _products([int(size) for size in self.mesh.sizes if size > 1])
         groups = [[place] for place in places]
         groups += [[p for p in places if p[0] == n] for n in {n for n, _ in places}]
         groups += [list(pair) for pair in itertools.combinations(places, 2)]
         groups = [list(one) for one in dict.fromkeys(map(tuple, groups))]
-        if len(groups) * len(ranks) * 2 > 4 * _READINGS:
-            groups = groups[: len(places) * 2]
-        for group, factor in itertools.product(groups, [f for n in ranks for f in (n, 1 / n)]):
-            wanted = {number: [node.name for place in group if place[0] == number for node in places[place]] for number, _ in group}
+        if 2 * len(groups) * len(ranks) > _RUNS:
+            groups = groups[: 2 * len(places)]
+        for group, factor in itertools.product(groups, [f for n in ranks for f in (float(n), 1 / n)]):
+            wanted = {
+                number: [node.name for place in group if place[0] == number for node in places[place]]
+                for number, _ in group
+            }
             yield _with_numbers(graph, wanted, factor)
 
 
@@ -258,12 +280,33 @@ def _products(sizes: Sequence[int]) -> list[int]:
     return sorted({math.prod(one) for one in some})
 
 
+def _divides_into(n: int, sizes: frozenset[int]) -> bool:
+    """Whether a number is a product of some of these, each as often as it likes."""
+    return n == 1 or any(not n % size and _divides_into(n // size, sizes) for size in sizes)
+
+
 def _numbers(node: torch.fx.Node) -> list[float]:
     """The numbers in a node that may have been made of a plain whole one, beyond 1, or divide by one."""
     if node.op != "call_function" or op_name(node).rstrip("_") not in _OF_NUMBERS:
         return []
     given = [abs(x) for x in node.args if isinstance(x, (int, float)) and not isinstance(x, bool) and x]
     return [x for x in given if x != 1 and math.isfinite(x) and abs((y := max(x, 1 / x)) - round(y)) < 1e-9 * y < 1e-3]
+
+
+def _is_of_sizes(node: torch.fx.Node, number: float, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Whether a number is a product of sizes, and of nothing else."""
+    for value, of in node.meta.get("made", ()):
+        if (
+            of is None
+            or of[1]
+            or of[2]
+            or abs(abs(value) - number) > 1e-9 * number
+            or any(n not in shapes for n, *_ in of[0])
+        ):
+            continue
+        if abs(math.prod(shapes[name][d] ** float(power) for name, d, power in of[0]) / number - 1) < 1e-9:
+            return True
+    return False
 
 
 def _with_numbers(graph: _Graph, wanted: Mapping[float, list[str]], factor: float) -> _Graph:
@@ -284,9 +327,9 @@ def _with_numbers(graph: _Graph, wanted: Mapping[float, list[str]], factor: floa
 def _times(x: Any, number: float, factor: float) -> Any:
     if isinstance(x, bool) or not isinstance(x, (int, float)) or not x:
         return x
-    if abs(x) == number:
-        return x * factor
-    return x / factor if abs(1 / x) == number else x
+    if abs(abs(x) - number) < 1e-9 * number:
+        return int(x * factor) if isinstance(x, int) and (x * factor).is_integer() else x * factor
+    return x / factor if abs(abs(x) * number - 1) < 1e-9 else x
 
 
 def _nudged(x: torch.Tensor) -> torch.Tensor:
@@ -301,6 +344,13 @@ def _of_ranks(node: torch.fx.Node) -> bool:
     """Whether a number of it is made of a number of ranks, which one rank has not."""
     made = node.meta.get("made", ())
     return bool(node.meta.get("ranks")) or any(of is not None and of[1] for _, of in made)
+
+
+def _is_count_of_number(node: torch.fx.Node) -> bool:
+    """Whether it is shown how much counts, of a number: by definition as many times as there are ranks."""
+    while "times" not in node.meta and op_name(node) in ("detach", "clone", "alias", "view", "_to_copy"):
+        node = node_of(node.args[0])
+    return "times" in node.meta
 
 
 def _may_count_hops(graph: torch.fx.Graph) -> bool:
