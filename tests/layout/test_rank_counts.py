@@ -68,3 +68,15 @@ def test_sums_of_sizes_know_their_terms():
     assert type((n - 1) / (n - 1)) is float and of_sums((n - 1) / (n - 2)) and not of_sizes(n * (n - 1) / n)
     assert (n - 1, 13 - n, n // 4, 13 // n, n % 4, 13 % n, -n) == (5, 7, 1, 2, 2, 1, -6)
     assert pickle.loads(pickle.dumps(n - 1)) == 5 == copy.deepcopy(n - 1)
+
+
+def test_python_is_told_of_sizes_inside_of_sums():
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    n, dp = RankCount(6, ((SizeOf(node, 0), Fraction(1)),)), AXES["dp"].size
+    assert of_sizes(n >> 1) and of_sizes(n << 1) and of_sums(n >> 2) and (n >> 2, n << 1) == (1, 12)
+    assert divmod(n, 4) == (1, 2) and all(map(of_sums, divmod(n, 4))) and divmod(13, n) == (2, 1)
+    assert abs(-n) == 6 and of_sizes(abs(-n)) and (dp % 2).over and "asked" not in node.meta
+    assert int(n - 1) == 5 and node.meta["asked"] == {0}
+    other = graph.placeholder("y")
+    assert RankCount(6, ((SizeOf(other, 1), Fraction(1)),)) & 2 == 2 and other.meta["asked"] == {1}

@@ -72,7 +72,18 @@ WRONG = {
     "rows of the next rank": before,
     "all divided by the ranks": lambda p, b, dp: added(lambda dp: 1)(p, b, dp) / dp.size,
 }
-RIGHT = {"a carry of what is before": scan(lambda rank, own: rank < own), "a share": added(lambda dp: 1 / dp.size)}
+def own_end(p, b, dp):
+    """What is before a rank, of the sums of all, one place on: its gradient belongs to its own entry."""
+    s = net(p, b).sum(-1)
+    ends = torch.nn.functional.pad(all_gather(s.sum()[None], dp, 0).cumsum(0), (1, 0))
+    return (s.cumsum(0) + ends.index_select(0, axis_index(dp).view(1)) - b["m"]).square().sum()
+
+
+RIGHT = {
+    "a carry of what is before": scan(lambda rank, own: rank < own),
+    "a share": added(lambda dp: 1 / dp.size),
+    "its own entry of padded ends": own_end,
+}
 
 
 @pytest.mark.parametrize("name", few(2, [(name,) for name in WRONG], WRONG))

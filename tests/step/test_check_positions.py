@@ -144,6 +144,11 @@ WRONG = {
     "each part turned round": turned(lambda whole, x, axis: parts_of(whole, x, axis).flip(2).flatten(1, 2)),
     "ranks turned round": turned(lambda whole, x, axis: parts_of(whole, x, axis).flip(1).flatten(1, 2)),
     "each part added up": turned(lambda whole, x, axis: parts_of(whole, x, axis).cumsum(2).flatten(1, 2)),
+    "cut by a size, a plain number": lambda p, x, axis: end(
+        p, all_gather(x, axis, 1)[:, : int(x.shape[1])].sum(1, keepdim=True) / axis.size, x
+    ),
+    "rolled by a size, a plain number": turned(lambda whole, x, axis: whole.roll(int(x.shape[1] - 1), 1)),
+    "rolled by half of a size": turned(lambda whole, x, axis: whole.roll(x.shape[1] >> 1, 1)),
     "parts across": turned(lambda whole, x, axis: parts_of(whole, x, axis).transpose(1, 2).flatten(1, 2)),
     "a place too far": cut(lambda x, axis: (at(x, axis) + (axis_index(axis) == 0)) % (x.shape[1] * axis.size)),
     "the rows of the next": cut(lambda x, axis: at(x, axis, ranks=1)),

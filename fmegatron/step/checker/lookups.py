@@ -130,8 +130,8 @@ def _accumulated(scope: Scope, node: Node, g: Value, index: Value, axis: str, su
     if index.is_(axis, Varying, First) or g.is_(axis, Varying, First):
         if not g.pending(axis):
             return Varying()
-        return Wrong(node, "scatters a pending sum to places that differ between ranks", "reduce it first",
-                   g.birth(axis))  # fmt: skip
+        # Of a dim with an entry for each rank (ends of scans), a rank's own gradient belongs to its own entry.
+        return scope.vague(node, "scatters a pending sum to places that differ between ranks: unless each is its own")
     if index.pending(axis):
         return suspected(node, "puts values where a pending reduction says", "reduce it first", index.birth(axis))
     if g.pending(axis):
