@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from fmegatron.collectives.axes import Axes, Axis
-from fmegatron.layout import Layout, Mesh, Split
-from fmegatron.layout.rank_counts import OF_RANKS, SumOf, plain
+from fmegatron.collectives import Axes, axes
+from fmegatron.layout import Layout, Mesh, Split, rank_counts
 from fmegatron.step.code_reads import inner_codes
 from fmegatron.step.read_tokens import GONE, held, is_users, is_users_class
 from fmegatron.tree import ArraySpec
@@ -51,7 +50,7 @@ class OneRank:
 
     def __call__(self, x: Any, users: bool = True) -> Any:
         """The value on one rank; what has nothing of the mesh in it is itself. users: whether it is the user's."""
-        if isinstance(x, OF_RANKS):
+        if isinstance(x, rank_counts.OF_RANKS):
             return self._number(x)
         if isinstance(x, (*_ATOMS, float)):
             return x
@@ -74,8 +73,8 @@ class OneRank:
             return dataclasses.replace(x, layout=on_one_rank(x.layout))
         if isinstance(x, Axes):
             return Axes(_ones(x.mesh), data=x.data)
-        if isinstance(x, Axis):
-            return Axis((), 1, _ones(x.mesh))
+        if isinstance(x, axes.Axis):
+            return axes.Axis((), 1, _ones(x.mesh))
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, types.MethodType):
@@ -125,9 +124,11 @@ class OneRank:
         return made
 
     def _number(self, x: Any) -> Any:
-        one = plain(x) * self._ratio(x.over)
+        one = rank_counts.plain(x) * self._ratio(x.over)
         if isinstance(x, int) and abs(one - round(one)) > 1e-9:
-            raise ValueError(f"got {x}, which is no whole number on one rank")
+            raise ValueError(
+                f"on one rank: got {x}, wanted a number of ranks that is a whole one there; make it of sizes"
+            )
         return round(one) if isinstance(x, int) else one
 
     def _ratio(self, over: Any) -> float:
@@ -136,11 +137,13 @@ class OneRank:
         for key, power in over:
             if isinstance(key, str):
                 ratio *= int(self.mesh[key]) ** -float(power)
-            elif isinstance(key, SumOf) and key.parts and key.number:
+            elif isinstance(key, rank_counts.SumOf) and key.parts and key.number:
                 terms = zip(key.parts, key.terms, strict=True)
                 ratio *= (sum(part * self._ratio(of) for part, of in terms) / key.number) ** float(Fraction(power))
             else:
-                raise ValueError("got a number of which it is not known what it is on one rank")
+                raise ValueError(
+                    f"on one rank: got a number of {key!r:.60}, wanted one of ranks alone; make it of these"
+                )
         return ratio
 
 
@@ -160,5 +163,5 @@ def _like(x: Any, items: Any) -> Any:
     elif isinstance(x, list):
         made[:] = items
     else:
-        raise ValueError(f"got a {kind.__name__}, of which it is not known how it is made")
+        raise ValueError(f"on one rank: got a {kind.__name__} with axes in it, wanted a tuple; make it one")
     return made

@@ -14,8 +14,7 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Mesh, Split
-from fmegatron.step import Description, description, opaque
-from fmegatron.step.every_rank import interpret
+from fmegatron.step import Description, description, every_rank, opaque
 from fmegatron.step.graph.nodes import items_of
 from fmegatron.testing import drawn
 from fmegatron.testing.align import seen_through
@@ -290,7 +289,7 @@ def _find(sharded, single, wrong, tolerance=1e-10):
     for cut in cuts:
         inputs[cut.argument] = [x.index_select(cut.dim, cut.order) for x in inputs[cut.argument]]
         parts.add((len(cut.order) // cut.n,) * cut.n)
-    results, theirs = interpret(one, single.mesh, inputs, keep=True)
+    results, theirs = every_rank.interpret(one, single.mesh, inputs, keep=True)
     at = [sharded.paths.index(path) for path in wrong]
     if cuts:
         at = [i for i in at if not _error(sharded, sharded.paths[i], results[i][0], 0.0) <= tolerance]
@@ -298,7 +297,7 @@ def _find(sharded, single, wrong, tolerance=1e-10):
             return [finding_of_cut(cuts[0], sharded.mesh)]
     outputs: list[fx.Node] = list(items_of(many.output_node().args[0]))
     nodes = {outputs[i]: sharded.layouts[i] for i in at}
-    _, mine = interpret(many, sharded.mesh, sharded.inputs, keep=True)
+    _, mine = every_rank.interpret(many, sharded.mesh, sharded.inputs, keep=True)
     called_at = sharded.traced.called_at
     return blame(Kept(many, mine), Kept(one, theirs), sharded.mesh, nodes, tuple(sorted(parts)), tolerance, called_at)
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from fmegatron.collectives.torch_private import schema_of
 from fmegatron.layout import Mesh
-from fmegatron.step.every_rank import interpret
+from fmegatron.step import every_rank
 from fmegatron.step.graph import nodes
 
 __all__ = ["movements"]
@@ -65,11 +65,11 @@ _OTHERS = frozenset(
 def movements(graph: fx.Graph, mesh: Mesh, inputs: list[list]) -> list[torch.Tensor | None]:
     """Per output of a flat graph of one rank, by how much rounding in torch.float64 can move each element; None of
     those that are in another dtype. inputs: as of `interpret`. Those of integers are exact, and stay."""
-    clean, _ = interpret(graph, mesh, inputs)
+    clean, _ = every_rank.interpret(graph, mesh, inputs)
     most: list[torch.Tensor | None] = [torch.zeros_like(x) if _moves(x) else None for (x,) in clean]
     for run in range(_RUNS):
         rounded = functools.partial(_rounded, torch.Generator().manual_seed(run))
-        found, _ = interpret(graph, mesh, inputs, around=rounded)
+        found, _ = every_rank.interpret(graph, mesh, inputs, around=rounded)
         for i, ((x,), (y,)) in enumerate(zip(clean, found, strict=True)):
             if (known := most[i]) is not None:
                 most[i] = torch.maximum(known, (x - y).abs().nan_to_num(0.0, 0.0, 0.0))

@@ -19,10 +19,8 @@ from torch import fx
 
 from fmegatron import tree
 from fmegatron.layout import Layout, Mesh
-from fmegatron.step import batch_rows, opaque, second_device, trace, tracing
-from fmegatron.step.every_rank import interpret
+from fmegatron.step import batch_rows, every_rank, opaque, second_device, trace, tracing, widen
 from fmegatron.step.pipeline import entry
-from fmegatron.step.widen import wide_column, widened
 from fmegatron.testing.relate import numbers
 from fmegatron.tree import checks, labels, structure
 
@@ -316,7 +314,7 @@ def simulate(
     batch_rows.require_rows(traced, _input_layouts(ranks, layouts), "simulate: the arguments")
     fault = second_device.on_second_device(traced, step, given) if mesh.size > 1 else None
     other = "" if fault is None else f"{fault[0]}: made without a device; on a second device {fault[1]}"
-    traced = widened(traced) if fp64 else traced
+    traced = widen.widened(traced) if fp64 else traced
     flat = opaque.inline_layers(traced.graph_module.graph, lambda one: not isinstance(one, entry.PipelineEntry))
     ran = _run(traced, flat, mesh, _flat_inputs(ranks, mesh), layouts, out_layouts, fp64)
     return replace(ran, on_second_device=other)
@@ -384,8 +382,8 @@ def _flat_inputs(ranks, mesh):
 
 
 def _run(traced, flat, mesh, inputs, arg_layouts, out_layouts, fp64, flat_layouts=None):
-    inputs = [wide_column(column) for column in inputs] if fp64 else inputs
-    values, _ = interpret(flat, mesh, inputs)
+    inputs = [widen.wide_column(column) for column in inputs] if fp64 else inputs
+    values, _ = every_rank.interpret(flat, mesh, inputs)
     outputs = Ranks(traced.result([xs[rank] for xs in values]) for rank in range(mesh.size))
     if flat_layouts is None:
         flat_layouts = infer_out_layouts(traced, outputs[0], mesh, arg_layouts, out_layouts)

@@ -72,6 +72,8 @@ WRONG = {
     "rows of the next rank": before,
     "all divided by the ranks": lambda p, b, dp: added(lambda dp: 1)(p, b, dp) / dp.size,
 }
+
+
 def own_end(p, b, dp):
     """What is before a rank, of the sums of all, one place on: its gradient belongs to its own entry."""
     s = net(p, b).sum(-1)

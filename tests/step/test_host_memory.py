@@ -12,11 +12,11 @@ from fmegatron.collectives import Axes, connect
 from fmegatron.layout import DataParallel, Layout, Mesh
 from fmegatron.optim import contrib
 from fmegatron.step import buckets, jit, offload
+from fmegatron.step.every_rank import interpret
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.streamed import How, Streamed, streamed
 from fmegatron.step.torch_private import FakeTensorMode
 from fmegatron.step.write_back import donated_leaves
-from fmegatron.step.every_rank import interpret
 from tests.pairs import each_value
 from tests.step import tiny
 

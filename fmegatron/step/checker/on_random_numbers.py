@@ -25,6 +25,7 @@ from fmegatron.collectives import kinds, table
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import opaque, widen
 from fmegatron.step.checker.context import Finding, Report, Unproven, line_of, op_name
+from fmegatron.step.checker.shapes import Open
 from fmegatron.step.description import Description
 from fmegatron.step.every_rank import interpret
 from fmegatron.step.graph.nodes import node_of
@@ -39,7 +40,17 @@ _TRACES = 12  # of readings of numbers that functions close over at most
 _RUNS = 128  # and of those in a graph
 _FAR, _NEAR = 1e-6, 1e-4  # of what differs, and of what a reading may explain
 _BACK = " (backward)"
-_FAULTS = (ValueError, RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError, ArithmeticError)
+_FAULTS = (
+    Open,
+    ValueError,
+    RuntimeError,
+    IndexError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
 # Of others numbers are dims, exponents, dtypes, and shapes, which a trace on one rank has of its own.
 _OF_NUMBERS = frozenset(
     "mul div add sub rsub full full_like scalar_tensor lift_fresh_copy clamp clamp_min clamp_max".split()
@@ -102,7 +113,7 @@ class _Compared:
         local = [n for x in self.layouts for n in (*x.shape, *x.local_shape(0))]
         self._sizes = frozenset(n for n in (*local, *map(int, mesh.sizes)) if n > 1)
         if any(layout.unreduced for layout in self.layouts) or (not self.stated and _may_count_hops(self.many.graph)):
-            raise ValueError("its inputs, or its hops, have no one reading on one rank")
+            raise Open
 
     def _flat(self, traced: Traced, mesh: Mesh) -> _Graph:
         wide = widen.widened(traced)
@@ -111,13 +122,13 @@ class _Compared:
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         size = sum(x.numel() for n in nodes for x in tree.leaves(n.meta.get("val")) if isinstance(x, torch.Tensor))
         if size * mesh.size > _MOST or len(nodes) * mesh.size > _NODES:
-            raise ValueError("it is too large to be run here")
+            raise Open
         return _Graph(graph, traced.out_paths, mesh)
 
     def _on_one(self, instead: Mapping[int, int] | None = None) -> tuple[_Graph, set[int]]:
         """The step on one rank, and the plain numbers that it closes over."""
         fn, plain = self.step.fn, set[int]()
-        if self.stated:
+        if isinstance(fn, Description) and fn.on is not None:
             described = fn.on(self.one)
             function, given = described.function, (described.state, described.batch)
         else:
@@ -126,10 +137,10 @@ class _Compared:
             given, plain = tree.map(on_one_rank, tree.layouts(self.step.args)), moved.plain
         layouts = tree.layouts(given)
         if [x.shape for x in tree.leaves(layouts)] != [x.shape for x in self.layouts]:
-            raise ValueError("its arrays are others on one rank")
+            raise Open
         traced = trace(function, tree.map(self.step.empty, layouts))
         if traced.out_paths != self.many.paths or any(map(_of_ranks, traced.graph_module.graph.nodes)):
-            raise ValueError("its results are others on one rank, or made of numbers of ranks")
+            raise Open
         return self._flat(traced, self.one), plain
 
     def different(self, paths: Sequence[str]) -> set[str]:
@@ -229,7 +240,7 @@ class _Compared:
         every = [self._instead(n) for n in numbers]
         given = [(n, one) for n, others in zip(numbers, every, strict=True) for one in others]
         if len(given) > _TRACES:
-            raise ValueError("it has too many readings")
+            raise Open
         yield from ({n: one} for n, one in given)
         if len(numbers) > 1:
             yield from (dict(zip(numbers, way, strict=False)) for way in zip(*every, strict=False))

@@ -25,6 +25,7 @@ _SHAPED = _FILLED.union(
     "arange zeros ones empty new_zeros new_ones new_empty view _unsafe_view reshape expand repeat as_strided"
     " unflatten linspace eye repeat_interleave".split()
 )
+_CUTS = frozenset("select slice roll narrow split split_with_sizes unfold".split())
 _ALONG = frozenset("select slice roll narrow split split_with_sizes unfold topk kthvalue".split())
 _NUMBERS = MappingProxyType({"slice": slice(2, 5), "select": slice(2, 3), "unfold": slice(2, 4)})
 _SUM = "its number is a sum with a size of a rank's part, which on one rank is no multiple of it"
@@ -223,16 +224,17 @@ def of_places(scope: Scope, node: Node, found: Any) -> Any:
 
 
 def of_asked(scope: Scope, node: Node, found: Any) -> Any:
-    """What is taken of a dim that the ranks share, or rolled along it, by a plain number, where Python was told a size
-    of a rank's part, of which that may be made: as of a number that is another on one rank, nothing is known."""
+    """What is taken of a dim that the ranks share, or rolled along it, by a plain number as large as a size of a rank's
+    part of which Python was told (or half, or a multiple of it, one more or less): as of a number that is another on
+    one rank, nothing is known."""
     name = op_name(node)
-    if name not in _ALONG or node.meta.get("backward"):
+    if name not in _CUTS or node.meta.get("backward"):
         return found
     known = {abs(number) for number, _ in node.meta.get("made", ())}
     flat = [one for a in node.args[_NUMBERS.get(name, slice(1, 2))] for one in (items_of(a) if _is_list(a) else [a])]
     given = {abs(n) for n in flat if isinstance(n, int) and 1 < abs(n) < 1 << 62} - known
-    told = [axes for of in scope.asked.values() for axes in of]
-    if not given or not told:
+    told = [axes for size, of in scope.asked.items() if any(_made_of(n, size) for n in given) for axes in of]
+    if not told:
         return found
     axes = frozenset(axis for axis in scope.mesh.names if scope.mesh[axis] > 1)
     axes = axes if None in told else frozenset[str]().union(*told)
@@ -244,6 +246,11 @@ def of_asked(scope: Scope, node: Node, found: Any) -> Any:
         return found
     mark = scope.vague(node, _TOLD)
     return [_marked(v, axes, mark) for v in found] if isinstance(found, list) else _marked(found, axes, mark)
+
+
+def _made_of(n: int, size: int) -> bool:
+    """Whether a number may be one that Python made of a size."""
+    return size > 1 and (not n % size or abs(n - size) == 1 or n in (size // 2, size - size // 2))
 
 
 def _is_list(x: Any) -> bool:
