@@ -157,9 +157,10 @@ class _Compared:
             wrong = {p for p in wrong if self._differs(p, mine, one, near)}
         if not wrong or self.stated:
             return wrong
-        for other in itertools.chain(self._closed_over(plain), self._changed(graph)):
+        readings = ((other, draws[0]) for other in itertools.chain(self._closed_over(plain), self._changed(graph)))
+        for other, draw in itertools.chain(((graph, draw) for draw in self._dealt(draws[0])), readings):
             try:
-                one = self._ran(other, [[x] for x in draws[0]])
+                one = self._ran(other, [[x] for x in draw])
             except _FAULTS:  # no reading of it
                 continue
             if not any(self._differs(p, ranks[0], one, one, _NEAR) for p in paths):
@@ -226,6 +227,21 @@ class _Compared:
         return differs
 
     # ---- readings
+    def _dealt(self, draw: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The arrays with rows of data in other orders: those in which parts of one rank are the parts of all ranks."""
+        rows = {}
+        for i, (path, layout) in enumerate(zip(self.step.traced.in_paths, self.layouts, strict=True)):
+            local = layout.local_shape(0)
+            if path.partition("/")[0] != "0" and local and 0 < local[0] < layout.shape[0]:
+                rows[i] = local[0]
+        for parts in sorted({n for size in rows.values() for n in range(2, size + 1) if not size % n}):
+            dealt = list(draw)
+            for i, size in rows.items():
+                if not size % parts:
+                    x = draw[i].unflatten(0, (-1, parts, size // parts))
+                    dealt[i] = x.transpose(0, 1).flatten(0, 2)
+            yield dealt
+
     def _closed_over(self, plain: set[int]) -> Iterator[_Graph]:
         """The step where plain numbers that functions close over are what they may be on one rank."""
         for instead in self._readings(plain):
