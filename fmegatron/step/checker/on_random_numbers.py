@@ -299,6 +299,11 @@ class _Compared:
                 for number, _ in group
             }
             yield _with_numbers(graph, wanted, factor)
+        for (number, _), nodes in places.items():  # of a backward, a number may be one of torch's as well
+            back = [node.name for node in nodes if line_of(node).endswith(_BACK)]
+            ahead = [node.name for node in nodes if node.name not in back]
+            for factor in [f for n in ranks for f in (float(n), 1 / n)] if len(back) > 1 else ():
+                yield from (_with_numbers(graph, {number: [*ahead, one]}, factor) for one in back[:8])
 
 
 def _products(sizes: Sequence[int]) -> list[int]:
