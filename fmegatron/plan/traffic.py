@@ -47,9 +47,8 @@ def sent_by_axes(setting: Setting) -> tuple[dict[str, int], dict[str, int], tupl
         stacks = {name: max(1, n // mesh["pp"]) if name != "mtp" else n for name, n in stacks.items()}
     # By stages gradients are reduced behind the table, once, but for what is gathered where it is read, or by actions.
     times = setting.microbatches if mesh["pp"] == 1 or setting.strategy.params else 1
-    runs = dict(
-        zip(("gather", "reduce"), (0, 0) if setting.pipeline is None else setting.pipeline.table.moves, strict=True)
-    )
+    gathers, reductions = (0, 0) if setting.pipeline is None else setting.pipeline.table.moves
+    runs = {"gather": gathers, "reduce": reductions}
     together: dict[tuple, int] = {}
     for one in costs.least_transfers(
         setting.params,

@@ -151,7 +151,6 @@ def test_the_same_numbers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("how", [{"microbatches": 2}, {"clip_norm": None}, {"clip_norm": 1e-3}], ids=str)
 def test_the_same_numbers_of_steps(how):
     assert_same(*(trained(optim.adamw(1e-2), memory, **how)[:2] for memory in ("device", "host")))
@@ -217,7 +216,6 @@ def test_leaves_that_read_each_other(monkeypatch, name, donate, memory, copies):
     assert_same(new, SWAPS[name](*values))
 
 
-@pytest.mark.slow
 def test_moments_alone():
     state, _, run = trained(optim.adamw(1e-2), [("adam", "host")])
     memories = {path: memory_of(x) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)}
@@ -250,7 +248,6 @@ def updated(monkeypatch, memory, optimizer):
     return state, entry_of(node), computed
 
 
-@pytest.mark.slow
 def test_the_host_updates(monkeypatch):
     """Gradients travel, and parameters; moments and masters stay where they are."""
     state, run, computed = updated(monkeypatch, "host-update", optim.adamw(1e-2))
@@ -492,7 +489,6 @@ def test_check_passes_the_step(strategy, memory):
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.long
 @pytest.mark.parametrize("memories", [("host", "device"), ("device", "host-update"), ("host", "host")])
 def test_a_run_goes_on_in_another_memory(tmp_path, memories):
     state = on_device(2) if memories[0] == "device" else trained(optim.adamw(1e-2), "host", count=2)[0]

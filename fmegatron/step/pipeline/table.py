@@ -144,7 +144,8 @@ class Table:
             for kind in of
         ]
         counts = Counter((kind[0], stage) for kind, stage in kinds if kind != "GW")
-        return tuple(max((n for (kind, _), n in counts.items() if kind == of), default=0) for of in "GR")
+        gathers, reductions = (max((n for (of, _), n in counts.items() if of == kind), default=0) for kind in "GR")
+        return gathers, reductions
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
