@@ -403,7 +403,9 @@ def constant(scope: Scope, node: Node, given: dict) -> Value:
     parts = sorted({*loss.having(Pending), *(wrong if known else ())})  # of each rank's own term, right or wrong
     owed = {a: "owed, of a mean" if loss.portion.get(a) in numbers else "owed" for a in parts}
     excess = {a: e for a, e in loss.excess.items() if a not in shares}
-    out = replace(out, excess=excess or NOTHING, portion={**owed, **dict.fromkeys(shares, "owed")})
+    # Divided by a number that may be that of the ranks, what all have alike may be 1/n: so may its gradient be.
+    maybe = {a: p for a, p in loss.portion.items() if p in ("maybe", "equal") and loss.replicated(a)}
+    out = replace(out, excess=excess or NOTHING, portion={**maybe, **owed, **dict.fromkeys(shares, "owed")})
     open_: dict[str, Mark | None] = {a: mark for a in shares if (mark := not_entered(scope, node, a)) is not None}
     open_ |= as_wrong if known else {**as_wrong, **doubts}
     return out.marked(open_ | {a: m for a, m in loss.marks.items() if isinstance(m, Unknown) and m.gradient})
