@@ -97,7 +97,7 @@ def check(
     require_rows(traced, flat, "check: the arguments")
     outputs = _wanted(traced, (0,))
     report = check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
-    if report.unproven and not report.findings:
+    if not report.findings:
         report = differing(report, Step(given, args, traced, outputs, _empty), flat[0].mesh)
     fault = on_second_device(traced, fn, empty)
     if fault is None:

@@ -24,7 +24,7 @@ from fmegatron import tree
 from fmegatron.collectives import kinds, table
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import opaque, widen
-from fmegatron.step.checker.context import Finding, Report, Unproven, line_of, op_name
+from fmegatron.step.checker.context import GO_ON, Finding, Report, Unproven, line_of, op_name
 from fmegatron.step.checker.shapes import Open
 from fmegatron.step.description import Description
 from fmegatron.step.every_rank import interpret
@@ -40,6 +40,8 @@ _TRACES = 12  # of readings of numbers that functions close over at most
 _RUNS = 128  # and of those in a graph
 _FAR, _NEAR = 1e-6, 1e-4  # of what differs, and of what a reading may explain
 _BACK = " (backward)"
+_LOOK = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
+_TOLD = "numbers are made of a size of a rank's part, and on random numbers the step is not what one rank makes of them"
 _FAULTS = (
     Open,
     ValueError,
@@ -69,18 +71,36 @@ class Step(NamedTuple):
 
 
 def differing(report: Report, step: Step, mesh: Mesh) -> Report:
-    """The report, where lines are findings that are unproven and of which an output is another than on one rank."""
+    """The report, where lines are findings that are unproven and of which an output is another than on one rank; and
+    where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part, or a
+    number is a sum with one: what is made of those no rule sees."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
+    told = next((n for n in step.traced.graph_module.graph.nodes if n.meta.get("asked") or n.meta.get("sums")), None)
     outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
-    paths = [path for path, node in outputs if path in open_ and not _is_count_of_number(node)]
+    of_number = {path for path, node in outputs if _is_count_of_number(node)} | vouched
+    paths = [p for p in step.traced.out_paths if p not in of_number and (p in open_ or told is not None)]
     if not paths or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
         return report
     try:
         with torch.no_grad():
-            wrong = _Compared(step, mesh).different(paths)
+            compared = _Compared(step, mesh)
+            wrong = compared.different([path for path in paths if path in open_])
+            beside = compared.different([path for path in paths if path not in open_], made=False)
     except _FAULTS:  # it cannot be run so: what was open stays open
         return report
+    found = _with_findings(report, wrong)
+    if told is None or not beside:
+        return found
+    axes = tuple(axis for axis in mesh.names if mesh[axis] > 1)
+    at, op = line_of(told), op_name(told)
+    return dataclasses.replace(
+        found, unproven=(*found.unproven, Unproven(at, op, axes, _TOLD, GO_ON, tuple(p for p in paths if p in beside)))
+    )
+
+
+def _with_findings(report: Report, wrong: set[str]) -> Report:
+    """The report, where open lines with outputs that are wrong are findings."""
     found, left, told = [], [], set[str]()
     for one in report.unproven:
         mine = [path for path in one.outputs if path in wrong and path not in told]
@@ -90,8 +110,7 @@ def differing(report: Report, step: Step, mesh: Mesh) -> Report:
             continue
         more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
         what = f"{one.why}; and on random numbers {mine[0]}{more} is not what one rank makes of them"
-        fix = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
-        found.append(Finding(one.at, one.op, one.axes[0], what, fix))
+        found.append(Finding(one.at, one.op, one.axes[0], what, _LOOK))
     left = [one for one in left if not set(one.outputs) <= wrong] if found else left
     return dataclasses.replace(report, findings=(*report.findings, *found), unproven=tuple(left))
 
@@ -143,8 +162,12 @@ class _Compared:
             raise Open
         return self._flat(traced, self.one), plain
 
-    def different(self, paths: Sequence[str]) -> set[str]:
-        """Those of these outputs that are others than on one rank, on all draws; none where a reading explains them."""
+    def different(self, paths: Sequence[str], made: bool = True) -> set[str]:
+        """Those of these outputs that are others than on one rank, on all draws; none where a reading explains them.
+
+        made: there are readings, too, of numbers that are others on one rank already, as they are made of sizes."""
+        if not paths:
+            return set()
         graph, plain = self._on_one()
         bounds = self._bounds(graph)
         draws = [[self._drawn(i, turn, bounds) for i in range(len(self.layouts))] for turn in (0, 1)]
@@ -157,7 +180,9 @@ class _Compared:
             wrong = {p for p in wrong if self._differs(p, mine, one, near)}
         if not wrong or self.stated:
             return wrong
-        readings = ((other, draws[0]) for other in itertools.chain(self._closed_over(plain), self._changed(graph)))
+        readings = (
+            (other, draws[0]) for other in itertools.chain(self._closed_over(plain), self._changed(graph, made))
+        )
         for other, draw in itertools.chain(((graph, draw) for draw in self._dealt(draws[0])), readings):
             try:
                 one = self._ran(other, [[x] for x in draw])
@@ -271,15 +296,19 @@ class _Compared:
             found += [n * ranks] + ([n // ranks] if not n % ranks else [])
         return found
 
-    def _changed(self, graph: _Graph) -> Iterator[_Graph]:
+    def _changed(self, graph: _Graph, made: bool) -> Iterator[_Graph]:
         """The graph with numbers in it that a plain number of ranks, or of rows, would make others on one rank."""
         places: dict[tuple, list[torch.fx.Node]] = {}
-        lines = {line_of(node).removesuffix(_BACK) for node in self.many.graph.nodes}
+        lines = dict[str, set[int]]()
+        for node in self.many.graph.nodes:
+            lines.setdefault(line_of(node).removesuffix(_BACK), set()).update(map(_whole, _numbers(node)))
         shapes = {n.name: n.meta["val"].shape for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
         for node in graph.graph.nodes:  # the backward behind the forward, of whose numbers it may have some
             line, back = line_of(node).removesuffix(_BACK), line_of(node).endswith(_BACK)
             for number in _numbers(node) if line in lines else ():
-                whole = round(max(number, 1 / number))
+                whole = _whole(number)
+                if not made and whole not in lines[line]:
+                    continue
                 if (
                     (whole, line) in places
                     or not (back or _is_of_sizes(node, number, shapes))
@@ -376,6 +405,11 @@ def _of_ranks(node: torch.fx.Node) -> bool:
     """Whether a number of it is made of a number of ranks, which one rank has not."""
     made = node.meta.get("made", ())
     return bool(node.meta.get("ranks")) or any(of is not None and of[1] for _, of in made)
+
+
+def _whole(number: float) -> int:
+    """The whole number that it is, or by which it divides."""
+    return round(max(number, 1 / number))
 
 
 def _is_count_of_number(node: torch.fx.Node) -> bool:
