@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmegatron.step.checker.context import Scope, op_name, suspected
+from fmegatron.step.checker.context import Scope, line_of, op_name, suspected
 from fmegatron.step.checker.dims import NOWHERE, UNIFORM, Dim, over, size_of
 from fmegatron.step.checker.values import NOTHING, First, Pending, Suspect, Unknown, Value, Wrong
-from fmegatron.step.graph.nodes import int_of, items_of, node_of
+from fmegatron.step.graph.nodes import int_of, items_of, node_of, user_line
 
 Node = torch.fx.Node
 _FILLED = frozenset(("full", "new_full"))
@@ -228,8 +228,8 @@ def of_asked(scope: Scope, node: Node, found: Any) -> Any:
     part of which Python was told (or half, or a multiple of it, one more or less): as of a number that is another on
     one rank, nothing is known."""
     name = op_name(node)
-    if name not in _CUTS or node.meta.get("backward"):
-        return found
+    if name not in _CUTS or node.meta.get("backward") or line_of(node) != user_line(line_of(node)):
+        return found  # lines of the library take sizes apart that Python knows, of what ranks have
     known = {abs(number) for number, _ in node.meta.get("made", ())}
     flat = [one for a in node.args[_NUMBERS.get(name, slice(1, 2))] for one in (items_of(a) if _is_list(a) else [a])]
     given = {abs(n) for n in flat if isinstance(n, int) and 1 < abs(n) < 1 << 62} - known
