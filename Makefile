@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml $(if $(OTHER),FORCE)
 demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample, plot: under 10 minutes on 2 cores
 	@$(PY) experiments/demo.py
 
-test: $(STAMP)  ## the default tests, doctests included, over all cores: about 7 minutes on 2
+test: $(STAMP)  ## the default tests, doctests included, over all cores: 7 to 20 minutes on 2
 	@$(PYTEST) $(ARGS)
 
 # SEEDS=fresh: sampled campaigns draw other cases, and a failed test prints the line that repeats it.
