@@ -11,10 +11,26 @@ CASES = [(lodger, mesh) for lodger in frame.LODGERS for mesh in lodger.meshes]
 NAMES = [f"{lodger.name}-{mesh}" for lodger, mesh in CASES]
 MODULES = (rows, sequences, split, steps)
 DEFAULT = {"regression.plain_world_size-dp2", "regression.mean_here-dp2"}
-MARKED = [
-    pytest.param(*case, id=name, marks=() if name in DEFAULT else pytest.mark.slow)
-    for case, name in zip(CASES, NAMES, strict=True)
-]
+# Pairs of which the check says what is not so, or of which the label is not so on these data.
+WRONG_VERDICTS = {
+    "tokens.wrapped-cp2": "proven: Python branches on the number of ranks, which leaves no trace",
+    "mlp.averaged-tp2": "proven: a complete sum over a plain number of ranks",
+    "zero.whole_norm_by_gather-fsdp2": "refused: the order of what is gathered does not matter to a sum of squares",
+    "heads.gathered_logits-dp2·tp2": "refused: a loss computed alike on all ranks over a plain number of them",
+}
+EQUAL_BY_LUCK = {f"hard_rows.{how}_here-dp3": "the ranks have as many hard rows" for how in ("hardest", "top_half")}
+
+
+def marked(failing):
+    return [
+        pytest.param(
+            *case,
+            id=name,
+            marks=[pytest.mark.slow] * (name not in DEFAULT)
+            + [pytest.mark.xfail(strict=True, reason=failing.get(name, ""))] * (name in failing),
+        )
+        for case, name in zip(CASES, NAMES, strict=True)
+    ]
 
 
 def differences_of(lodger, mesh):
@@ -28,14 +44,14 @@ def differences_of(lodger, mesh):
         return (("params", float("inf")),)
 
 
-@pytest.mark.parametrize("lodger, mesh", MARKED)
+@pytest.mark.parametrize("lodger, mesh", marked(EQUAL_BY_LUCK))
 def test_parity_tells_right_from_wrong(lodger, mesh):
     differences = differences_of(lodger, mesh)
     assert lodger.right == (not differences)
     assert lodger.right or max(error for _, error in differences) > 1e-6, differences
 
 
-@pytest.mark.parametrize("lodger, mesh", MARKED)
+@pytest.mark.parametrize("lodger, mesh", marked(WRONG_VERDICTS))
 def test_the_check_proves_no_wrong_one_and_refuses_no_right_one(lodger, mesh):
     report = step.check(lodger.describe(mesh))
     assert not (lodger.right and report.findings), report
