@@ -25,7 +25,7 @@ from fmegatron.step.code_reads import inner_codes
 from fmegatron.step.read_tokens import GONE, held, is_users, is_users_class
 from fmegatron.tree import ArraySpec
 
-__all__ = ["OneRank", "on_one_rank"]
+__all__ = ["OneRank", "on_one_rank", "ones"]
 
 _ATOMS = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, type, types.ModuleType)
 
@@ -33,7 +33,7 @@ _ATOMS = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torc
 def on_one_rank(layout: Layout) -> Layout:
     """The layout of the whole array on a mesh of ones."""
     spec = tuple(None if isinstance(entry, Split) and entry.assigned else entry for entry in layout.spec)
-    return layout.replace(mesh=_ones(layout.mesh), spec=spec, flat=(), padded=False)
+    return layout.replace(mesh=ones(layout.mesh), spec=spec, flat=(), padded=False)
 
 
 class OneRank:
@@ -66,15 +66,15 @@ class OneRank:
 
     def _moved(self, x: Any, users: bool) -> Any:
         if isinstance(x, Mesh):
-            return _ones(x)
+            return ones(x)
         if isinstance(x, Layout):
             return on_one_rank(x)
         if isinstance(x, ArraySpec):
             return dataclasses.replace(x, layout=on_one_rank(x.layout))
         if isinstance(x, Axes):
-            return Axes(_ones(x.mesh), data=x.data)
+            return Axes(ones(x.mesh), data=x.data)
         if isinstance(x, axes.Axis):
-            return axes.Axis((), 1, _ones(x.mesh))
+            return axes.Axis((), 1, ones(x.mesh))
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, types.MethodType):
@@ -147,7 +147,8 @@ class OneRank:
         return ratio
 
 
-def _ones(mesh: Mesh) -> Mesh:
+def ones(mesh: Mesh) -> Mesh:
+    """The mesh with the same axes, each of size 1."""
     return Mesh(**dict.fromkeys(mesh.names, 1))
 
 

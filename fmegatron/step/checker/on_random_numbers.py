@@ -13,6 +13,7 @@ whose hops may be counted by such a number, of what cannot be traced or computed
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from fmegatron.step.checker.shapes import Open
 from fmegatron.step.description import Description
 from fmegatron.step.every_rank import interpret
 from fmegatron.step.graph.nodes import node_of
-from fmegatron.step.other_mesh import OneRank, on_one_rank
+from fmegatron.step.other_mesh import OneRank, on_one_rank, ones
 from fmegatron.step.tracing import Traced, trace
 
 __all__ = ["Step", "differing"]
@@ -126,7 +127,7 @@ class _Compared:
     """A step on its mesh and on one rank."""
 
     def __init__(self, step: Step, mesh: Mesh):
-        self.step, self.mesh, self.one = step, mesh, Mesh(**dict.fromkeys(mesh.names, 1))
+        self.step, self.mesh, self.one = step, mesh, ones(mesh)
         self.layouts = [getattr(x, "layout", x) for x in tree.leaves(tree.layouts(step.args))]
         self.stated = isinstance(step.fn, Description) and step.fn.on is not None  # how it is on one rank
         self.many = self._flat(step.traced, mesh)
@@ -169,15 +170,9 @@ class _Compared:
         made: there are readings, too, of numbers that are others on one rank already, as they are made of sizes."""
         if not paths:
             return set()
-        graph, plain = self._on_one()
-        bounds = self._bounds(graph)
-        draws = [[self._drawn(i, turn, bounds) for i in range(len(self.layouts))] for turn in (0, 1)]
-        ranks = [self._ran_on_ranks(draw) for draw in draws]
+        (graph, plain), draws, ranks = self._as_written, self._draws, self._ranks
         wrong = set(paths)
-        for draw, mine in zip(draws, ranks, strict=True):
-            if not wrong:
-                return wrong
-            one, near = (self._ran(graph, [[of(x)] for x in draw]) for of in (lambda x: x, _nudged))
+        for mine, (one, near) in zip(ranks, self._ones, strict=True):
             wrong = {p for p in wrong if self._differs(p, mine, one, near)}
         if not wrong or self.stated:
             return wrong
@@ -193,7 +188,30 @@ class _Compared:
                 return set()
         return wrong
 
-    # ---- values
+    # ---- values, which all questions share
+    @functools.cached_property
+    def _as_written(self) -> tuple[_Graph, set[int]]:
+        return self._on_one()
+
+    @functools.cached_property
+    def _draws(self) -> list[list[torch.Tensor]]:
+        bounds = self._bounds(self._as_written[0])
+        return [[self._drawn(i, turn, bounds) for i in range(len(self.layouts))] for turn in (0, 1)]
+
+    @functools.cached_property
+    def _ranks(self) -> list[list[list[torch.Tensor]]]:
+        """Of each draw the outputs of all ranks."""
+        return [self._ran_on_ranks(draw) for draw in self._draws]
+
+    @functools.cached_property
+    def _ones(self) -> list[tuple[list, list]]:
+        """Of each draw the outputs of one rank, and those of inputs that are moved by a little."""
+        graph, _ = self._as_written
+        return [
+            (self._ran(graph, [[x] for x in draw]), self._ran(graph, [[_nudged(x)] for x in draw]))
+            for draw in self._draws
+        ]
+
     def _drawn(self, i: int, turn: int, bounds: Mapping[int, int]) -> torch.Tensor:
         leaf, layout = tree.leaves(self.step.args)[i], self.layouts[i]
         draw = torch.Generator().manual_seed(1000 * turn + i)
