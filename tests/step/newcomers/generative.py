@@ -81,7 +81,6 @@ def vae(axes, how):
 @loss("dp2 fsdp2 dp3", "up fb down gain k1", "per_row", "gradient_of_the_mean summed_without_ranks")
 def critic(axes, how):
     """A Wasserstein critic with a gradient penalty on each row."""
-    data = axes[axes.data]
 
     def loss_fn(w, b):
         def score(x):
