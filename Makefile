@@ -20,7 +20,7 @@ OTHER := $(foreach of,$(GIVEN),$(shell grep -qxF '$(of)' $(STAMP) 2>/dev/null ||
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: FORCE help env demo test test-all check-cuda check-cuda-all lint format notebooks bench-peers-env clean
+.PHONY: FORCE help env demo test test-more test-all check-cuda check-cuda-all lint format notebooks bench-peers-env clean
 .DELETE_ON_ERROR:
 
 help:  ## list these commands
@@ -45,8 +45,11 @@ $(STAMP): pyproject.toml $(if $(OTHER),FORCE)
 demo: $(STAMP)  ## train on 4 ranks, stop, resume on 2 with another mesh, sample, plot: under 10 minutes on 2 cores
 	@$(PY) experiments/demo.py
 
-test: $(STAMP)  ## the default tests, doctests included, over all cores: 7 to 20 minutes on 2
+test: $(STAMP)  ## the default tests, doctests included, over all cores: 5 to 10 minutes on 2
 	@$(PYTEST) $(ARGS)
+
+test-more: $(STAMP)  ## the same and those marked medium, before a landing: 15 to 30 minutes on 2
+	@$(PYTEST) -m 'not slow' $(ARGS)
 
 # SEEDS=fresh: sampled campaigns draw other cases, and a failed test prints the line that repeats it.
 test-all: $(VENV)/.stamp-more  ## the same and the full sweeps, and what needs the extras logs, data and eval

@@ -37,6 +37,8 @@ MODULES = (
 SCALAR = "tests.scalar"  # by its name: it takes effect when it is imported
 FOLDER = pytest.StashKey[str]()
 LONG_PART = 7  # of the cases of a test that is marked long, one of so many runs by default
+DEFAULT = "not slow and not medium"  # of pyproject.toml
+MORE = "not slow"  # of `make test-more`
 WORKERS = 8  # each may start a pool of 4 ranks
 
 
@@ -64,6 +66,8 @@ def pytest_configure(config):
     the default tests have no vector instructions (tests/scalar.py). Ctrl-C works, also in a run that a shell started
     in the background.
     """
+    if config.option.markexpr == DEFAULT and _named(config):
+        config.option.markexpr = MORE
     sampling.begin(config.getoption(sampling.FLAG))
     if config.getoption(sampling.FLAG) is None:
         hypothesis.settings.register_profile("same", derandomize=True)
@@ -81,7 +85,12 @@ def pytest_configure(config):
 
 def _daily(config):
     """Whether slow tests are left out."""
-    return config.option.markexpr == "not slow"
+    return config.option.markexpr in (DEFAULT, MORE)
+
+
+def _named(config):
+    """Whether tests are asked for by their names."""
+    return any("::" in argument for argument in config.args)
 
 
 def pytest_unconfigure(config):
@@ -125,16 +134,16 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
-    """Of each test that is marked long a seventh of its cases, at least one; the rest is slow, but what is named."""
-    if any("::" in argument for argument in config.args):
+    """Of each test that is marked long a seventh of its cases, at least one; the rest is medium, but what is named."""
+    if _named(config):
         return
     cases = {}
     for item in items:
-        if item.get_closest_marker("long") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("long") and not any(map(item.get_closest_marker, ("slow", "medium"))):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_one_test in cases.values():
         for item in set(of_one_test) - set(of_one_test[::LONG_PART]):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.medium)
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -125,6 +125,11 @@ def test_long(n):
 @pytest.mark.long
 def test_long_alone():
     pass
+
+
+@pytest.mark.medium
+def test_long_and_medium():
+    pass
 """
 
 
@@ -163,6 +168,14 @@ def test_fresh_seeds_are_drawn_by_the_flag_and_repeated_by_the_line(draws):
     assert sorted(set(drawn(repeated))) == sorted(set(drawn(fresh)))
 
 
-def test_a_test_marked_long_keeps_a_case(draws):
-    names = [line.rpartition("::")[2] for line in draws("--collect-only").splitlines() if "::test_long" in line]
-    assert names == ["test_long[0]", "test_long[7]", "test_long_alone"]
+@pytest.mark.medium  # runs of pytest
+def test_what_is_marked_long_and_medium(draws):
+    def names(*flags):
+        return [
+            line.rpartition("::")[2] for line in draws("--collect-only", *flags).splitlines() if "::test_long" in line
+        ]
+
+    assert names() == ["test_long[0]", "test_long[7]", "test_long_alone"]
+    every = [*(f"test_long[{n}]" for n in range(8)), "test_long_alone", "test_long_and_medium"]
+    assert names("-m", "not slow") == every
+    assert set(names("test_drawing.py::test_long_and_medium")) == set(every)  # which is named beside the file

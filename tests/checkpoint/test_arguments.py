@@ -31,6 +31,7 @@ def saved(tmp_path):
     return tmp_path / "a"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "path, said",
     [

@@ -109,7 +109,7 @@ def stored(tmp_path):
     return int(values)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_python_ends_without_close(start, tmp_path):
     trainer = start(
         """
@@ -158,7 +158,7 @@ def test_trainer_is_killed(start, tmp_path, stop):
     assert os.listdir(tmp_path) == ["c"] and stored(tmp_path) == 3
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("pidfd", [True, False])
 def test_a_child_of_the_trainer_does_not_keep_the_writer(start, pidfd):
     """A forked data worker has the socket, too; the writer must not wait for it. Also where there is no pidfd."""
@@ -225,7 +225,7 @@ def test_ways_to_leave(tmp_path, how, state):
     assert stored(tmp_path) == {"durable": 2, "abandoned": 1}[state] and os.listdir(tmp_path) == ["c"]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_signals_to_the_process_group_and_to_the_writer(start, tmp_path):
     trainer = start("""
         with saver_of() as saver:
@@ -276,7 +276,7 @@ def test_a_second_interrupt_does_not_wait(start, tmp_path):
     assert stored(tmp_path) == 1
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_nothing_of_the_trainer_reaches_the_writer(tmp_path, monkeypatch, fresh_writers):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")

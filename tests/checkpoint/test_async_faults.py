@@ -75,6 +75,7 @@ def test_directory_vanishes(saver, tmp_path):
     assert_old_is_whole_and_next_save_works(saver, path)
 
 
+@pytest.mark.medium
 def test_writer_killed_with_several_in_flight(tmp_path):
     path = old_checkpoint(tmp_path / "c")
     with checkpoint.AsyncSaver(arena_bytes=32 * MIB) as saver:

@@ -165,6 +165,7 @@ def check(ranks, tmp_path, **sizes):
 
 
 # Writers of four ranks are interpreters of their own, which take seconds each time that one is killed.
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 1, "tp": 2}, pytest.param({"fsdp": 2, "tp": 2}, marks=pytest.mark.slow)], ids=str
 )

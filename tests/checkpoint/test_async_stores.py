@@ -44,7 +44,7 @@ def save_twice(world, store, first, second):
     return heard
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_two_ranks(store):
     with small_sizes(chunk=1 << 20, band=1 << 20):
         first, second = (cut_tree(state(seed), TWO) for seed in (1, 2))

@@ -52,7 +52,7 @@ def test_killed_ranks_240_times(tmp_path, python, seed):
     assert {got["kind"] for got in results} == {"save", "again", "retention", "rewind"}
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_killed_trainers_and_writers_of_async_saves(tmp_path, python):
     assert {got["step"] for got in campaign(python, tmp_path, 4, 0, "async_campaign")} <= {1, 2}
 

@@ -89,6 +89,7 @@ def zeroed(x):
     return x if isinstance(x, list | tuple) or x is None else "other"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(40))
 def test_random_states_come_back(tmp_path, seed):
     r = random.Random(seed)

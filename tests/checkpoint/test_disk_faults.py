@@ -184,7 +184,7 @@ def test_a_directory_that_cannot_be_changed(saved, monkeypatch, call, error):
     assert failed >= 1
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_the_directory_vanishes(saved):
     """Somebody removes what is being written, at every write: never a checkpoint with holes that counts as saved."""
 

@@ -75,6 +75,7 @@ def test_the_undamaged_one_is_whole(saved):
     assert checkpoint.metadata(saved.parent) == {"loss": 1.5}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "file, leaf",
     [("arrays/w/c.0.0", "w"), ("arrays/w/c.1.3", "w"), ("arrays/b/c.1", "b"), ("arrays/norm/c.0", "norm"),
@@ -120,6 +121,7 @@ def test_a_linked_directory(saved):
         read_all(saved.parent)
 
 
+@pytest.mark.medium
 def test_random_flips(saved):
     """200 single bits, anywhere: in chunks, digests, manifest, marker. (Nobody reads the padding of packed leaves.)"""
     rng, detected = random.Random(0), 0
@@ -162,6 +164,7 @@ def edited(name, **changes):
     return lambda table: {**table, name: {**table[name], **changes}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [

@@ -34,6 +34,7 @@ def saver():
         yield saver
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("finite", [True, False, None])
 def test_what_a_save_says_is_stored(tmp_path, saver, finite):
     with Manager(tmp_path, saver=saver) as manager:

@@ -86,6 +86,7 @@ def test_a_padded_leaf(tmp_path):
     assert sum(sizes(tmp_path / "step").values()) == 37 * 41 * 4
 
 
+@pytest.mark.medium
 def test_the_tool_makes_a_grid_of_them(tmp_path):
     save_all(tmp_path / "step", full(), LAYOUTS)
     on_snapshot(tmp_path / "step", lambda source: reshard(source, tmp_path / "other", plan_of(LAYOUTS)))

@@ -191,7 +191,7 @@ def check_fuzz(path, seed, times):
     assert (path.parent.parent / "canary").read_bytes() == bytes(96)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", seeds("mutated manifests", 1, 1))
 def test_mutated_manifests(saved, seed):
     check_fuzz(saved, seed, 120)

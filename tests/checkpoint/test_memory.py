@@ -30,7 +30,7 @@ def check(python, kind, ranks, folder):
         assert restored < 0.05 * size + LEAF_BYTES * found["leaves"] * (kind == "small"), found
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", few(1, [("small",), ("transposed",)]))
 def test_one_rank(tmp_path, python, kind):
     check(python, kind, 1, tmp_path)

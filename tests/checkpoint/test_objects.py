@@ -123,7 +123,7 @@ def damaged(store, key, data):
     assert_same_bits(got, state(), key)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_damage_is_named(store):
     """Every object: flipped, shorter, longer, emptied, gone: an error that names the leaf, or (in padding) no harm."""
     assert save_all(store, state(), layouts_on()) == [None] * 4

@@ -27,7 +27,7 @@ TARGETS = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("target", "sizes"), each_value(TARGETS, ((128, 32), (1 << 20, 1 << 20))))
 def test_all_kinds_of_leaves(tmp_path, target, sizes, monkeypatch):
     monkeypatch.setattr(once, "_IN_PLACE_BYTES", 64)
@@ -214,6 +214,7 @@ def break_a_round(rank, path):
         once._Packet.fill, once._ROUND_BYTES = fill, rounds
 
 
+@pytest.mark.medium
 def test_real_ranks_without_memory_for_a_round(ranks, tmp_path):
     saved = big(Mesh(tp=2))
     save_all(tmp_path / "a", state_for(saved), saved)

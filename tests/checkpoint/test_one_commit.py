@@ -356,6 +356,7 @@ def test_without_the_fsync_before_deletion_such_a_cut_loses_a_checkpoint(tmp_pat
 # ---- savers that slept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
 @pytest.mark.parametrize("act", ["nothing", "save", "delete"])
 def test_a_saver_that_was_taken_for_dead_wakes_up(place, monkeypatch, act, existing):

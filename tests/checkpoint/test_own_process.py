@@ -84,6 +84,7 @@ def test_a_fork_does_not_touch_the_saves_in_flight(tmp_path, python, how):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("before", ["nothing", "manager", "save", "manager and save", "restore"])
 def test_a_fork_of_a_process_that_has_saved(tmp_path, python, before):
     from fmegatron import checkpoint
@@ -97,6 +98,7 @@ def test_a_fork_of_a_process_that_has_saved(tmp_path, python, before):
     assert not os.path.exists(tmp_path / "child") and not os.path.exists(tmp_path / "steps")
 
 
+@pytest.mark.medium
 def test_behind_the_end_of_the_main_thread(tmp_path):
     """In atexit, and in a thread that outlives it."""
     command = [sys.executable, "-W", "ignore", "-c", LATE, str(tmp_path)]

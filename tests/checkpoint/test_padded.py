@@ -58,7 +58,7 @@ def assert_restored(path, state, layouts):
         assert_same_bits(checkpoint.restore(path, layouts, rank=rank), wanted, f"rank {rank}")
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_layout_to_any_layout(data):

@@ -57,7 +57,7 @@ def check(found, state, equal):
 STATE = {"net": {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}, "rate": torch.tensor(0.5)}
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_our_cells(tmp_path):
     shapes = tree_map(lambda x: torch.empty_like(x, device="meta"), STATE)
     found = run_column(0, {"checkpoint": checkpoint, "shapes": shapes}, tmp_path, STATE)

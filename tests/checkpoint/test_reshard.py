@@ -141,7 +141,7 @@ def test_real_sizes_and_small_leaves(tmp_path, monkeypatch, source, target, most
         assert_same_bits(got, locals_[rank])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_layout_to_any_layout(data):

@@ -104,7 +104,7 @@ def drawn(draw, dtype, shape):
     return draw(strategies.layouts(shape=shape, mesh=mesh, dtype=dtype))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_layouts_as_training_has_them(data):
@@ -112,6 +112,7 @@ def test_layouts_as_training_has_them(data):
     any_pair(data, lambda dtype: real_layouts(shape, dtype))
 
 
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_layouts(data):

@@ -54,7 +54,7 @@ def wanted(s, saved, rules):
     return False
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=400, deadline=None)
 @given(RUNS, RULES, st.sets(st.integers(0, 60), max_size=5))
 def test_exactly_what_no_rule_wants(saved, rules, protected):
@@ -62,7 +62,7 @@ def test_exactly_what_no_rule_wants(saved, rules, protected):
     assert gone == sorted(s.step for s in saved if not wanted(s, saved, rules) and s.step not in protected)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=200, deadline=None)
 @given(RUNS, RULES, st.sets(st.integers(0, 60)), st.randoms())
 def test_what_never_goes(saved, rules, protected, random):

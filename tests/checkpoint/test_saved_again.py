@@ -89,6 +89,7 @@ def when(monkeypatch, moment, work, times=1):
 # ---- one process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_state_and_metadata_are_of_one_save(place, monkeypatch, moment, verify):

@@ -120,7 +120,7 @@ def check_metadata(stacked, layers=60):
     return len(data)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_metadata_of_a_trillion_parameters():
     """Layers and experts as dims: 14 leaves. One by one, a tenth of the layers and of the bounds."""
     assert check_metadata(stacked=True) < 10_000
@@ -155,7 +155,7 @@ def check_linear(folder, small, large):
     assert b[0] / large <= 1.1 * a[0] / small, f"{a[0]} calls for {small} leaves, {b[0]} for {large}"
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_small_leaves_are_linear_work(tmp_path):
     check_linear(tmp_path, 1_000, 4_000)
 

@@ -47,6 +47,7 @@ def opened(path, name):
     return ts.open({**spec, "fill_missing_data_reads": False}).result(), zarr.open_array(f"{path}/{name}", mode="r")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("what", "file"), each_value(LAYOUTS, (128, 600, 1 << 20)))
 def test_any_layout_in_any_files(tmp_path, what, file):
     layout, state = LAYOUTS[what], {"w": any_bits(LAYOUTS[what].shape, F32)}
@@ -127,6 +128,7 @@ def apart(path, mesh=None):
     return state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", [512, 1 << 20])
 def test_leaves_alike_are_one_array(tmp_path, file):
     with small_sizes(file=file):

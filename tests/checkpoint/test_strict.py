@@ -52,6 +52,7 @@ def test_every_mode_is_in_the_table():
     assert set(TABLE) == set(MODES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("unexpected", [False, True])

@@ -95,6 +95,7 @@ def test_a_hostile_manifest(saved, tmp_path, make):
         assert "evil" not in out or "\\x07" in out or "..." in out
 
 
+@pytest.mark.medium
 def test_random_directories(tmp_path):
     """Files of noise under the right names never lead to a traceback."""
     generator = random.Random(1)

@@ -49,6 +49,7 @@ def every_dtype(tmp_path, without=()):
     return open_source(tmp_path / "d"), state
 
 
+@pytest.mark.medium
 def test_safetensors_in_shards(saved, tmp_path):
     """As Hugging Face lays them out: shards and an index; read back by the safetensors package."""
     path, state = saved

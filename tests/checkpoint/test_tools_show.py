@@ -74,7 +74,7 @@ def test_statistics_of_nothing_and_of_extremes():
     assert s.mean == 1e8 and s.std == 0
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("most", [40, 1000, 1 << 20])
 @pytest.mark.parametrize("mesh", MESHES[4:6], ids=str)
 def test_streams_are_the_leaves(tmp_path, mesh, most):

@@ -92,7 +92,7 @@ def test_damage_of_objects():
     }
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_s3_by_command():
     """URLs with options for a server that is not Amazon's."""
     with s3_endpoint() as endpoint, small_sizes():

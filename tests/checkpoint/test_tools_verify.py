@@ -74,6 +74,7 @@ def test_a_good_one(saved):
     assert status == 0 and json.loads(out)["checkpoints"][0]["damages"] == []
 
 
+@pytest.mark.medium
 def test_200_flips_of_any_bit_of_any_file(saved, tmp_path):
     """Each flip is found, in the file where it is, at the byte where it is."""
     generator, names = random.Random(0), files(saved)

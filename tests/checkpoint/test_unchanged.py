@@ -54,6 +54,7 @@ def around(monkeypatch, module, name, when, write):
     monkeypatch.setattr(module, name, work)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("when", ["when a file is written", "when all are"])
@@ -119,6 +120,7 @@ def test_what_is_no_plain_tensor_is_looked_at_too(tmp_path, monkeypatch, request
     assert not (tmp_path / "step").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make",
     [
@@ -392,7 +394,7 @@ def test_a_write_that_is_under_way_before_and_behind_an_asynchronous_save(tmp_pa
     assert not (tmp_path / "step").exists()
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("arena_bytes", [None, 3 << 20], ids=["all at once", "in portions"])
 @pytest.mark.parametrize("kind", ["contiguous", "strided", "bf16", "number"])
 def test_an_asynchronous_save_is_refused(tmp_path, monkeypatch, kind, arena_bytes):

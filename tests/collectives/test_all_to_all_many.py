@@ -53,6 +53,7 @@ def stepped(exchange, axes, names):
     return step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", ["a", ("a", "b"), ("b", "a")], ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tensor_by_tensor_it_is_the_single_op(mesh, names):

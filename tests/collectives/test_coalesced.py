@@ -120,6 +120,7 @@ def test_real_ranks(ranks, mesh):
             assert_same(own, wanted(problem, rank), rank)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("little", [0, 100])
 def test_large_tensors_travel_as_they_are(ranks, little):
     """All of them, or those of 100 bytes and more, beside one buffer of the others: values and transposes stay."""
@@ -146,7 +147,7 @@ def jitted_on_rank(rank, mesh, group, little=None, backend="eager"):
         return found, [one.op for one in collectives_of(graph, mesh)], names
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("group", "little", "ops", "copies"),
     [

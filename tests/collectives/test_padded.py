@@ -19,6 +19,7 @@ from tests.layout.arrays import numbered
 from tests.layout.strategies import layouts
 
 
+@pytest.mark.medium
 @settings(max_examples=200, deadline=None)
 @given(layouts(padded=True), st.data())
 def test_places_leave_padding_out_and_put_zeros_in(layout, data):
@@ -83,6 +84,7 @@ PADDED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", PADDED.values(), ids=PADDED)
 def test_collectives_and_their_transposes(layout):
     names = ("a", "b") if ("a", "b") in (layout.axes(0), layout.flat) else ("a",)

@@ -71,6 +71,7 @@ def run_dtypes(rank, mesh):
     return {(name, dtype): values_only(name, axis)(x) for name in CASES for dtype, x in xs.items()} | moved
 
 
+@pytest.mark.medium
 def test_dtypes(ranks):
     """Sums in the dtype that came in, on real ranks as simulated; integers and booleans too."""
     mesh = Mesh(a=2)

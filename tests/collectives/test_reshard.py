@@ -67,7 +67,7 @@ def problem(source, target):
     return x, g, local_x, local_g
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=20, deadline=None)
 @given(pairs())
 def test_reshard(pair):
@@ -86,7 +86,7 @@ def several(draw):
     return [draw(pairs((mesh,))) for _ in range(3)]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=8, deadline=None)
 @given(several(), st.sampled_from((0, 1 << 20)))
 def test_reshard_many(chosen, together):

@@ -32,6 +32,7 @@ def test_second_and_third_gradient(name, mesh, axis):
         assert torch.equal(dh, third[rank]), f"third gradient on rank {rank}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("mesh, axis", ALL, ids=str)
 def test_transforms_of_torch_func(name, mesh, axis):

@@ -107,6 +107,7 @@ def test_merged_and_appended(tmp_path):
 CORPUS = [[[5, 1, 2], []], [[3]], [], [[4, 4, 4, 4]]]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_fuzzed_headers_are_right_or_an_error(tmp_path, count):
     """Bytes of the index changed, cut off, inserted: what opens is what the bytes mean; nothing is written."""

@@ -124,6 +124,7 @@ def test_gpu_leaves_out_what_the_time_does_not_allow(benchmark, capsys):
     assert not out and "probe: skipped, 6 s left of the time budget" in err
 
 
+@pytest.mark.medium
 def test_the_largest_model_fits(benchmark):
     gpu = benchmark("gpu")
     for gib in (80, 141):

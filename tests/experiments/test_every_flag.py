@@ -70,6 +70,7 @@ ALONE = """
 LAST = "--run.faults.nonfinite=roll back"
 
 
+@pytest.mark.medium
 def test_on_one_rank(tmp_path, monkeypatch, capfd):
     """Loggers, checkpoints that stay, local copies, a restart, a roll back, losses that are bad, what was planned."""
     written = set()
@@ -110,7 +111,7 @@ UNTIL = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("text", "why", "least"), few(2, UNTIL))
 def test_until(tmp_path, monkeypatch, text, why, least):
     (tmp_path / "STOP").touch()
@@ -128,6 +129,7 @@ def test_until(tmp_path, monkeypatch, text, why, least):
     assert checkpoint.Manager(tmp_path / "run" / "checkpoints").steps()[-1] == stopped["step"]
 
 
+@pytest.mark.medium
 def test_an_update_is_skipped(tmp_path):
     """It needs the state of before, so the step of the experiment does not donate it."""
     spike = "--run.faults.spike.factor=1.0001 --run.faults.spike.window=1 --run.faults.spike.warmup=1"
@@ -180,6 +182,7 @@ def test_the_order_of_the_graph(tmp_path):
         assert isinstance(run.step, Jitted) and (run.step.target.overlap is not None) == overlaps
 
 
+@pytest.mark.medium
 def test_a_step_that_cannot_fit_ends_before_anything_is_written(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         launched(tmp_path / "run", "--run.memory.limit_bytes=20000")

@@ -9,6 +9,7 @@ from fmegatron import loop
 from tests.experiments.jobs import LIMIT_S, torchrun, train_without_loop
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["hang", pytest.param("stop", marks=pytest.mark.slow)])
 def test_a_hang_is_over_soon(python, tmp_path, kind):
     """Beyond its limit at most 1.5 s to the stacks of all ranks that can write, and 5 s to the end of the job.

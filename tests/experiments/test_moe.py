@@ -31,6 +31,7 @@ def test_equal_work():
     assert mixture["total"] - dense["total"] == routers < 0.02 * dense["total"]
 
 
+@pytest.mark.medium
 def test_the_check_proves_it():
     options = flags(TINY)
     assert check([str(ROOT / "experiments/moe.py"), "--mesh", "fsdp=2,ep=2", *options]) == 0

@@ -43,7 +43,7 @@ CASES = {
 every_experiment = pytest.mark.parametrize("name", CASES)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @every_experiment
 @pytest.mark.parametrize("command", [check, parity], ids=["check", "parity"])
 def test_the_command_proves_it(name, command):

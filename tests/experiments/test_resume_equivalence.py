@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("case", pairs.few(1, [(case,) for case in CASES], map(str, CASES)))
 def test_a_stopped_run_is_the_run_that_was_not(python, ranks, tmp_path, case):
     draw = random.Random(f"{sampling.seed()} {case}")

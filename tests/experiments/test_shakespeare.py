@@ -241,7 +241,7 @@ def test_every_field_says_what_a_change_of_it_means():
     assert [item.metadata.get("resume") for item in dataclasses.fields(shakespeare.Config)].count("refused") >= 5
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_run_that_is_resumed_with_another_configuration(tmp_path, capsys, monkeypatch):
     trained(config(tmp_path, steps=3))
     written = json.loads((tmp_path / "config.json").read_text())

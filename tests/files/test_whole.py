@@ -171,6 +171,7 @@ MAY = {
 }
 
 
+@pytest.mark.medium
 def test_nobody_else_renames():
     def offences():
         for path in sources("fmegatron"):

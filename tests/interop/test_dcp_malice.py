@@ -328,6 +328,7 @@ def fuzz(directory, times, seed):
     return refused
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", seeds("fuzzed metadata", 1, 1))
 def test_fuzzed_metadata(directory, seed):
     assert fuzz(directory, 500, seed) > 250

@@ -94,6 +94,7 @@ def save_with_torch(rank, path, kind, size):
     return full(state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, size", [("fsdp", 4), ("fsdp_tp", 4), ("tp", 2)])
 def test_what_torch_saved_from_dtensors(ranks, tmp_path, kind, size):
     path = str(tmp_path / "c")
@@ -157,7 +158,7 @@ def test_cast_strict_and_errors(tmp_path):
         dcp_objects(tmp_path / "nowhere")
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_every_flipped_byte_is_noticed_or_does_not_matter(tmp_path):
     """Data files: an error that names the tensor, or the very same elements (bytes of padding, of unused members)."""
     x = whole((4, 16), torch.float32)

@@ -64,6 +64,7 @@ def load(rank, path, size):
     dist.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"fsdp": 1, "tp": 1}, {"fsdp": 1, "tp": 2}, {"fsdp": 2, "tp": 2}], ids=str)
 def test_torch_loads_what_we_write(ranks, tmp_path, sizes):
     path, count = str(tmp_path / "c"), sizes["fsdp"] * sizes["tp"]

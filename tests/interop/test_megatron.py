@@ -149,6 +149,7 @@ def test_model_and_weights_on_any_mesh(tmp_path, case):
     assert checkpoint.describe(found).step == 7 and checkpoint.describe(found).format.endswith("of Megatron")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("masters", ["param", "fp32_param", None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adamws_state(tmp_path, masters, dtype):

@@ -14,7 +14,7 @@ from tests.layout.arrays import cut, execute, numbered, reference_local
 from tests.layout.strategies import layouts, meshes, shapes
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=250, deadline=None)
 @given(layouts(unreduced=True))
 def test_every_element_is_held_exactly_once_per_replica(layout):
@@ -40,7 +40,7 @@ def test_every_element_is_held_exactly_once_per_replica(layout):
     check_cover(layout)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_reshard_plans_are_exact_and_invertible(data):

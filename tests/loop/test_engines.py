@@ -163,7 +163,7 @@ def test_engines_that_are_there_become_ranks_and_stay(program):
     assert last == "Engines(2 ranks): closed 3 True"
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_refused():
     for bad in (0, True, 1.5):
         with pytest.raises(ValueError, match="engines: n: got .*, wanted a whole number of at least 1"):

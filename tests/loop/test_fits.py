@@ -62,6 +62,7 @@ def test_on_a_gpu_the_limit_is_what_is_free_and_what_the_process_holds(monkeypat
         planned_bytes(describe(Mesh()), world, Memory(planned_bytes=float(51 << 30)), describe)
 
 
+@pytest.mark.medium
 def test_a_state_that_is_too_large_is_not_counted(monkeypatch):
     monkeypatch.setattr(plan, "exact", lambda *_: pytest.fail("it is not needed"))
     with pytest.raises(UsageError, match=r"\(its state alone\).*of the optimizer's state; .*of parameters; "):

@@ -188,6 +188,7 @@ def train_on_ranks(rank, path, steps, microbatches):
         return run.start, run.state.params["table"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_batches_are_given_to_ranks_as_the_step_declares(tmp_path, ranks, microbatches):
     """Two ranks, then one goes on: the run of one rank alone."""

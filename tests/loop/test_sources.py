@@ -263,6 +263,7 @@ def lines_are_configs_or_errors(seed, count, folder):
     return valid
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", seeds("lines", 1, 1))
 def test_random_lines_and_files_end_in_an_error_or_a_config(seed, tmp_path):
     lines_are_configs_or_errors(seed, 300, tmp_path)  # so few are all errors on one day of five

@@ -130,7 +130,7 @@ def cases(*names):
 
 
 # ---- on meshes -------------------------------------------------------------------------------------------------------
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("case", cases("all at once", "experts"))
 def test_proven_and_equal_to_one_rank(case):
     specs = case.state_specs()

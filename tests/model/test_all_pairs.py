@@ -30,6 +30,7 @@ def assert_equal_and_proven(case, steps=3):
     assert {"loss", "grad_norm"} <= set(found.sharded.metrics)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", few(1, [(case,) for case in settings.PAIRS], map(settings.named, settings.PAIRS)))
 def test_every_pair(case):
     assert_equal_and_proven(case)

@@ -49,7 +49,7 @@ def test_on_a_mesh(name, mesh):
     assert_proven(of, mesh)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_no_buffer_has_the_size_of_the_logits_and_no_collective_is_added():
     of, plain = (tiny(vocab_size=4096, loss_chunks=n, layers=1) for n in (8, 1))
     largest = []

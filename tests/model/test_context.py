@@ -113,6 +113,7 @@ def make_train_step(config, strategy, rate, mesh):
     return step.build_train_step(loss, optim.adamw(rate), layouts, axes, strategy=strategy)
 
 
+@pytest.mark.medium
 def test_attention_that_knows_nothing_of_a_split_is_found():
     """Where the sequence is split over an axis of another name, which no mixer looks at."""
     config, mesh, strategy = tiny(max_seq=16), Mesh(seq=2), DataParallel((), sequence=("seq",))

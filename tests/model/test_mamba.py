@@ -43,6 +43,7 @@ def test_loss_and_each_gradient(mesh, groups, sequence_parallel, documents, monk
     check(hybrid(groups, 1, sequence_parallel=sequence_parallel), mesh)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "groups", "sequence_parallel", "documents"), few(1, CASES, IDS))
 def test_every_output_is_proven(mesh, groups, sequence_parallel, documents):
     others = {"documents": True, "positions": True} if documents else {}

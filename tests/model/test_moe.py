@@ -58,6 +58,7 @@ def test_loss_and_each_gradient(name):
     assert {"loss", "balance", "router_z", "imbalance"} <= set(result.sharded.metrics)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(1, [(name,) for name in SETTINGS], SETTINGS))
 def test_every_output_is_proven(name):
     of, mesh = experts(name), SETTINGS[name][0]

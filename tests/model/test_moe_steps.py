@@ -132,6 +132,7 @@ def test_experts_over_tp_want_sequence_parallelism():
         step.check(train, *given(mesh, HSDP, decoder(ep=("tp",))))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_biases_move_by_the_loads_of_the_full_batch(microbatches):
     of, one = decoder(**SHARED), Mesh(ep=1)

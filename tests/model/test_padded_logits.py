@@ -52,7 +52,7 @@ VARIANTS = [{}, {"tied": True}, {"sequence_parallel": True, "logit_softcap": 2.0
 CASES = [(vocab_size, mesh, changes) for changes in VARIANTS for mesh in MESHES for vocab_size in VOCABULARIES]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("vocab_size", "mesh", "changes"), few(3, CASES, [f"{v}-{m}-{c}" for v, m, c in CASES]))
 def test_an_own_loss_on_meshes(vocab_size, mesh, changes):
     """Proven by the check, equal to one rank, for three steps."""
@@ -82,6 +82,7 @@ def test_by_definition(tied):
     torch.testing.assert_close(parts["lm"].total, nll.sum(), rtol=1e-12, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(tp=3)], ids=str)
 def test_what_read_out_hands_out(mesh):
     """Of ranks that split the vocabulary: minus infinity at padding, the rest bit for bit what one rank has; `read_out`
@@ -103,6 +104,7 @@ def test_what_read_out_hands_out(mesh):
         torch.testing.assert_close(value[..., :40], wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(tp=3)], ids=str)
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_loss_of_a_rank_of_padding_alone(mesh, chunks):

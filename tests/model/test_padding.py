@@ -82,7 +82,7 @@ WHERE = {  # how padding is stated, mesh, microbatches, whether tokens further a
 }
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name", EXPERTS)
 def test_as_the_text_alone(name):
     """Losses, counts, loads and the bias that they move, gradients; nothing overflows."""
@@ -91,6 +91,7 @@ def test_as_the_text_alone(name):
     equal(stepped(of, padded(2 * TEXT, stated, 1), mesh, n), stepped(of, padded(TEXT, stated, 0)), n)
 
 
+@pytest.mark.medium
 def test_what_was_wrong_before_is_seen_by_this():
     """Unstated padding does change all of it."""
     of = decoder(EXPERTS["groups, a bias, shared"])
@@ -190,6 +191,7 @@ def test_what_couples_the_rows_of_a_microbatch_is_said():
         model.build(free, optim.sgd(1.0), Mesh(), (4, 8), microbatches=2, twice=True)
 
 
+@pytest.mark.medium
 def test_a_microbatch_of_padding_has_no_imbalance():
     """What packing adds in whole rows: the mean over the other microbatches, and not NaN."""
     of, mesh = model.Decoder(13, 8, ((model.Part("moe", model.MoE(nn.Router(4, 2), 6)),),), 8), Mesh(dp=2)

@@ -30,6 +30,7 @@ def config_of(precision, **changes):
 FP8_MESHES = [Mesh(fsdp=2), Mesh(tp=2), Mesh(dp=2, fsdp=2, tp=2)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in FP8_MESHES], map(str, FP8_MESHES)))
 def test_weights_gathered_in_fp8(mesh):
     """The same roundings on every mesh: loss and each gradient equal one rank's under the same policy, fp64, 1e-10."""
@@ -76,6 +77,7 @@ def sent(precision, mesh, op):
     return found, sum(one.sent for one in found)
 
 
+@pytest.mark.medium
 def test_bytes_of_the_wire():
     mesh = Mesh(fsdp=4)
     gathers, full = sent(Precision.fp32(), mesh, "all_gather")
@@ -102,7 +104,7 @@ def gradients(precision, mesh, dtype=None):
     return sim.globals()
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_exact_sums_of_what_travels_in_16_bits():
     """bf16 on the wire and fp32 sums: bit for bit what fp32 on the wire gives, and closer than sums in bf16."""
     mesh = Mesh(fsdp=4)
@@ -131,7 +133,7 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(2, [(name,) for name in POLICIES], POLICIES))
 def test_no_finding_under_any_policy(name):
     mesh, config = Mesh(dp=2, fsdp=2, tp=2), config_of(POLICIES[name])

@@ -36,6 +36,7 @@ def gradients_on_rank(rank, mesh, config):
 CASES = mixed([Mesh(tp=2), Mesh(fsdp=2, tp=2), Mesh(dp=2, fsdp=2)], [False, True])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "sequence_parallel"), few(2, CASES, map(str, CASES)))
 def test_equal_to_simulated_ranks(ranks, mesh, sequence_parallel):
     config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel, z_loss=1e-2)

@@ -82,7 +82,7 @@ def test_rows_of_any_lengths_have_the_texts_that_they_have_alone(how, chunk):
         assert torch.equal(model.generate(writer, [prompt], 5, key=3, rows=[i], **how)[0], together[i])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_compiled_once_for_prompts_and_counts_of_all_lengths():
     """Four forms for 50 pairs up to 512, and the text of plain functions."""
     decoder = tiny(max_seq=1024, layers=1)

@@ -78,6 +78,7 @@ def test_loss_and_each_gradient(name, mesh):
 MASKED = [Mesh(dp=2, fsdp=2, tp=2), Mesh(tp=4)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in MASKED], map(str, MASKED)))
 def test_with_a_mask(mesh):
     """The number of tokens that count differs between data ranks: the divisor must be the global one."""
@@ -93,7 +94,7 @@ def test_with_compiled_layers(save, sequence_parallel):
     check(config, Mesh(fsdp=2, tp=2), save=save)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_with_other_rules():
     """Norms sharded too, weights over dp and fsdp jointly: the model follows its layouts, not a fixed scheme."""
     rules = [
@@ -117,6 +118,7 @@ def collectives(config, mesh, save=None, inline=True):
     return collections.Counter(f"{one.name} {'+'.join(n.args[1])}" for one, n in found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layers", few(1, [(1,), (2,), (3,)]))
 def test_number_of_collectives(layers):
     """What the layouts imply, and not one more: counted in the traced graph."""

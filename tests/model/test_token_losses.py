@@ -35,6 +35,7 @@ def batch_of_all():
 MESHES = [Mesh(), Mesh(tp=2), Mesh(dp=3), Mesh(dp=2, tp=2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), each_value(DECODERS, MESHES, ids=[str, str]))
 def test_they_are_minus_the_log_softmax(name, mesh):
     """A label below 0 has none, as of torch's ignore_index."""

@@ -52,7 +52,7 @@ def test_steps(mesh, clip_norm):
     check(dataclasses.replace(CONFIG, tied=mesh.size == 8, z_loss=1e-3), mesh, clip_norm)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", few(1, [(mesh,) for mesh in EVERYTHING], map(str, EVERYTHING)))
 def test_steps_with_everything(mesh):
     """Sequence parallelism, layers compiled once that recompute, and microbatches, together."""

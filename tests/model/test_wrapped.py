@@ -254,7 +254,7 @@ ON_MESHES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("case", few(2, [(case,) for case in ON_MESHES], [str(case) for case in ON_MESHES]))
 def test_equal_to_one_rank_and_proven(case):
     """Two steps, biases of routers included, fp64."""

@@ -117,6 +117,7 @@ def test_values_of_another_width():
     torch.testing.assert_close(attention_with_lse(q, k, v, mask), plain(q, k, v, mask), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("save", ["mincut", "inputs"])
 def test_in_a_compiled_layer(save):
     def fn(x, w):

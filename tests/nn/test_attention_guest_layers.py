@@ -67,6 +67,7 @@ CASES = [(o, save, tile, n) for o in OPTIONS for save in POLICIES for tile in (5
 FIRST = ("all", 0.5, 5, 2)  # torch measures ops for a share of the memory, in the trace of a microbatch too
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "option, save, tile, microbatches",
     [pytest.param(*c, id=f"{c}", marks=() if c == FIRST else pytest.mark.slow) for c in CASES],

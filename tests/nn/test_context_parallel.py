@@ -60,7 +60,7 @@ def test_one_rank_is_attention_with_a_mask():
     torch.testing.assert_close(got, (s.softmax(-1) @ v).transpose(1, 2), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("form", ["ring", "gathered", "ulysses"])
 def test_the_order_of_tokens_is_no_part_of_the_maths(form):
     orders = (torch.arange(S), zigzag(S, 4), torch.randperm(S, generator=torch.Generator().manual_seed(0)))
@@ -110,6 +110,7 @@ def alone(mesh, dtype=torch.float64, groups=G, width=K):
 OTHERS = mixed(["ring", "balanced", "ulysses"], [(2, K), (G, 5)])  # fewer kv heads than ranks, values of another width
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form, groups, width", few(2, [(form, *sizes) for form, sizes in OTHERS], map(str, OTHERS)))
 def test_other_shapes(form, groups, width):
     (x, positions), at = alone(CP4, groups=groups, width=width)
@@ -257,6 +258,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "form, packed, backend, overlap", few(1, [*RUNS[1:], RUNS[0]], [run[0] for run in [*RUNS[1:], RUNS[0]]])
 )

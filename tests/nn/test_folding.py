@@ -92,6 +92,7 @@ def values():
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(1, [(name,) for name in FOLDS], FOLDS))
 def test_equal_to_one_rank(name):
     fold = FOLDS[name]

@@ -40,6 +40,7 @@ def losses(how):
     return f
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["whole", "chunks"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_losses_of_labels(mesh, how):

@@ -128,7 +128,7 @@ def test_rows_that_do_not_even_arrive():
     assert sim.metrics["overflow"] > 0 and sim.globals()[0][0].isnan().all()
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_token_travels_once_to_a_rank():
     """Counted: rows of tokens, there and back and the same for gradients; with K = E each token goes to each rank."""
     for top_k, mesh in ((E, Mesh(ep=2)), (3, Mesh(ep=4)), (1, Mesh(ep=4))):
@@ -204,7 +204,7 @@ def refusing(mesh, rows):
     return build_train_step(loss_fn, optimizer, layouts, axes, strategy=strategy), state_specs(specs, optimizer)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("rows", [None, 3], ids=["all rows", "too few"])
 def test_overflow_refuses_the_step(rows):
     mesh = Mesh(dp=2, ep=2)
@@ -233,7 +233,7 @@ def on_rank(rank, backend):
         return step(w, batch)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gloo_ranks_equal_one(ranks, backend):
     one = Mesh(ep=1)
@@ -256,7 +256,7 @@ def layer_on_rank(rank, backend):
         return jit(layer(mesh, 3), world=world, backend=backend)(*local)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiled_layer_on_gloo_ranks(ranks, backend):
     sim, _ = layer_of(Mesh(ep=2), 3)

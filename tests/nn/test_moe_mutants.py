@@ -60,7 +60,7 @@ def _same(sim, path, right):
         return False
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("module, mutant", few(5, ALL, [mutant.name for _, mutant in ALL]))
 def test_mutant(module, mutant):
     found, report = judge(module, mutant)

@@ -72,6 +72,7 @@ def test_the_same_bits_compiled(kind, shape):
     assert_compiled_is_eager([kind], shape, "inductor")
 
 
+@pytest.mark.medium
 def test_the_same_bits_of_a_functional_graph():
     assert_compiled_is_eager(KINDS, (17, 31), "aot_eager")
 

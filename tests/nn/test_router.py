@@ -130,7 +130,7 @@ def test_the_bias_balances():
 MESHES = [Mesh(dp=2), Mesh(ep=4), Mesh(dp=2, cp=2), Mesh(ep=2, tp=2)]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_noise_is_the_same_on_every_mesh(mesh):
     """Jitter, noise, dropout: choices and gates, bit for bit, also where the sequence is split."""

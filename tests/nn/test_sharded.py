@@ -89,6 +89,7 @@ OPS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), each_value(OPS, MESHES))
 def test_op(name, mesh):
     op = OPS[name]

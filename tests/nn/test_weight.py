@@ -135,7 +135,7 @@ def gradients(mesh, save):
     return run
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "save"), each_value([Mesh(tp=2), Mesh(fsdp=2, tp=2)], ["mincut", None]))
 def test_in_a_stack_of_one_s_own_factors_are_summed_over_tp(mesh, save):
     generator = torch.Generator().manual_seed(1)

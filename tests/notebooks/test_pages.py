@@ -63,7 +63,7 @@ def test_the_own_experiment_is_short(tmp_path):
     assert len(used) <= 15 and code_lines(tmp_path / "own.py") <= 50, " ".join(sorted(used))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_the_own_experiment(tmp_path, monkeypatch, capsys):
     """Checked for eight ranks, compared with one, trained, gone on with, and read back into its module."""
     monkeypatch.chdir(tmp_path)

@@ -66,6 +66,7 @@ def awkward_step(make, strategy, mesh, guard):
 ALIKE = mixed(MAKE, ["zero1", "zero3"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "level"), few(2, ALIKE, map("-".join, ALIKE)))
 def test_awkward_leaves_are_trained_alike_on_ranks(name, level):
     """More ranks than rows of some; zero gradients of what is not used are no error and no NaN."""
@@ -135,6 +136,7 @@ def trained(config, opt, steps=3):
     return params, state
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("tied", few(1, [(False,), (True,)], ["untied", "tied"]))
 def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
     config = TIED if tied else dataclasses.replace(tiny.CONFIG, tied=False)
@@ -164,7 +166,7 @@ def test_decoupled_rates_and_frozen_leaves_are_torchs_groups(tied):
         torch.testing.assert_close(x, named[path].detach(), rtol=1e-9, atol=1e-12, msg=path)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_frozen_matrix_of_the_decoder_costs_no_product():
     """One for each layer: the gradient of w_down is not computed, that of its input is."""
 

@@ -171,7 +171,7 @@ def test_moments_train_as_float32_does(rules, with_fp32):
     assert with_fp32 < 0.1 * trained(optim.adamw(1e-2), steps=0)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_parameters_without_a_master_train_as_those_with_one():
     small = compressed(optim.adamw(1e-2, b2=0.99), [*QUALITY["int8"], ("master", NoMaster())])
     wanted = trained(optim.adamw(1e-2, b2=0.99), torch.bfloat16)

@@ -79,6 +79,7 @@ def assert_close(got, wanted):
             assert torch.equal(x, y), path
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("names", [["random", "fp8", "linear"], pytest.param(ALL, marks=pytest.mark.slow)], ids=str)
 def test_every_format_comes_back_in_place(names):
     step, carry = step_of(names)
@@ -109,7 +110,7 @@ def test_elementwise_formats_need_no_memory(names):
 BLOCKED = [contrib.int8(linear=True, **BLOCK), pytest.param(contrib.float8(root=True, **BLOCK), marks=pytest.mark.slow)]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("form", BLOCKED, ids=["int8", "fp8"])
 def test_blocks_compiled_are_eager(form):
     """A padded shorter block at the end of each row came out wrong from Inductor 2.13."""

@@ -55,6 +55,7 @@ def test_sharded_is_whole_bit_for_bit(name, mesh):
     assert_sharded_is_whole(FORMATS[name], make_specs(DTYPES["bf16"], mesh), make_params(DTYPES["bf16"]), mesh)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "mesh"), few(1, FLAT, map(str, FLAT)))
 def test_flattened_leaves_too(name, mesh):
     assert_sharded_is_whole(FLAT_FORMATS[name], flat_specs(torch.bfloat16, mesh), flat_params(torch.bfloat16), mesh)
@@ -80,7 +81,7 @@ def test_the_checker_proves_the_update(rules):
     proven(adamw_in(rules), make_specs(DTYPES["bf16"], mesh), mesh)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("rules", few(1, [(rules,) for rules in FLAT_FORMATS.values()], FLAT_FORMATS))
 def test_the_checker_proves_flattened_leaves(rules):
     mesh = Mesh(dp=2, fsdp=2, tp=2)
@@ -126,6 +127,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "strategy", [DataParallel.zero1("dp"), pytest.param(DataParallel.zero2("dp"), marks=pytest.mark.slow)]
 )

@@ -65,6 +65,7 @@ def test_structure_shapes_and_dtypes_are_kept(opt, dtypes):
     assert new_state.get("opt", new_state)["count"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype", "mesh"), product(EVERY, DTYPES, [ONE, Mesh(fsdp=2, tp=2)]))
 def test_init_on_specs_is_the_spec_of_init_on_params(name, dtype, mesh):
     row, dtypes = EVERY[name], DTYPES[dtype]
@@ -107,6 +108,7 @@ def test_the_state_shares_no_storage_with_the_parameters(opt):
     assert len({leaf.untyped_storage().data_ptr() for leaf in leaves}) == len(leaves)
 
 
+@pytest.mark.long
 @every_case
 def test_resumed_is_bitwise_the_uninterrupted_run(opt, dtypes, tmp_path):
     params = make_params(dtypes)

@@ -59,6 +59,7 @@ def test_a_mesh_trains_as_one_rank(mesh, share):
 LAYERS = {"plain": None, "compiled-layer": "inputs"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("layer", few(1, [(layer,) for layer in LAYERS.values()], LAYERS))
 def test_check_proves_it(layer):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

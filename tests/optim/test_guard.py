@@ -26,6 +26,7 @@ def spoiled(grads, value, at=-1):
     return unflatten(spec, leaves)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(value, dtypes):
@@ -71,6 +72,7 @@ def test_a_norm_that_the_caller_has_is_not_computed_again():
     assert state["skipped"] == 1 and state["norm"] == 100 * norm
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("known", [True, False])
 def test_the_norm_costs_its_collectives_once(known):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

@@ -69,6 +69,7 @@ def carry_on(name, mesh):
     return {"params": params, "state": opt.init(params)}, params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_arguments_of_what_is_traced_know(name):
     """check, simulate, the trace of a jit: Muon was taken to work on full matrices before, and the check said ok."""

@@ -36,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape, spec, flat, share, work", CASES.values(), ids=CASES)
 def test_values_and_balance(shape, spec, flat, share, work):
     layout = Layout(shape, torch.float64, MESH, spec, flat=flat)
@@ -147,6 +148,7 @@ def test_heads_that_lie_whole_on_a_rank_are_not_exchanged_over_its_axis():
     assert (4, 2, 8) in seen and [axes for axes, _ in sent] == ["fsdp", "tp", "tp", "fsdp"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["muon", "soap", "adafactor", "skip_nonfinite"])
 def test_two_updates_in_one_function(name):
     """The second finds the layouts again: full matrices of shards would be wrong, and no rule of the check sees it."""

@@ -49,6 +49,7 @@ def batch_on(mesh):
 CASES = mixed(MAKE, STRATEGIES)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "strategy"), few(2, CASES, map("-".join, CASES)))
 def test_check_proves_it(name, strategy):
     make, strategy = MAKE[name], STRATEGIES[strategy]

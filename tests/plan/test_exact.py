@@ -49,7 +49,7 @@ def test_by_hand(name):
     assert sum(one.nbytes for one in found.held) == found.peak
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_real_run_takes_what_was_planned():
     """The allocator of torch, in this process; the whole heap of real ranks is the sweep's (test_measured.py)."""
     update, layouts, batch = tower(depth=3, width=128, rows=512)

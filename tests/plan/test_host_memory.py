@@ -115,6 +115,7 @@ def test_the_command(experiment, host, status, says):
     assert f"host memory: {says}" in out.getvalue() and "\nfits: " in out.getvalue()
 
 
+@pytest.mark.medium
 def test_a_run_on_a_cpu_counts_both():
     """There they are one memory."""
     of = small("host")

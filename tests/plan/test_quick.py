@@ -109,6 +109,7 @@ def graph_of(update, specs, batch, device="meta"):
     return trace(update, arguments).graph_module.graph
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(1, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_bytes_sent_are_those_of_the_graph(name):
     mesh, strategy, parts = STRATEGIES[name]
@@ -123,6 +124,7 @@ def test_bytes_sent_are_those_of_the_graph(name):
 POLICIES = [("mincut", 2, False), ("all", 2, False), ("inputs", 2, False), ("mincut", 4, False), ("mincut", 2, True)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("save", "kv_heads", "sinks"), few(1, POLICIES, [f"{save}-{n}{'-sinks' * of}" for save, n, of in POLICIES])
 )
@@ -147,7 +149,7 @@ def test_state_and_traffic_are_those_of_the_cost_model():
     assert sum(found.sent.values()) == again.total
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_flops_are_those_of_the_graph():
     """All products of the traced step, counted from its shapes; attention as plain products, which see all keys."""
     described = decoder(save="mincut")

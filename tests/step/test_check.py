@@ -34,6 +34,7 @@ MESHES = [MESH, Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=4, tp=1), Mesh(dp=1, f
 CASES = mixed(RIGHT, MESHES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, mesh", few(2, CASES, map(str, CASES)))
 def test_right_steps_have_no_findings(name, mesh):
     report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]))
@@ -50,7 +51,7 @@ def test_one_head_on_each_rank(optimizer):
     assert report.ok, str(report)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_16384_ranks_are_no_more_work_than_8():
     calls = []
     for mesh in (Mesh(dp=64, fsdp=32, tp=8), MESH):
@@ -221,6 +222,7 @@ def test_a_norm_refuses_gradients_that_are_not_reduced_or_not_known(bug):
 QUICK = ("vocab_axis", "bias", "cat", "softmax", "local_max", "sharded_and_whole", "mean", "swap", "scatter_whole")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", [pytest.param(b, marks=() if b in QUICK else pytest.mark.slow) for b in FAULTS])
 def test_a_fault_in_the_code_is_found(bug):
     report = check(toy(bug), STATE, BATCH)

@@ -140,6 +140,7 @@ def described(f, mesh, microbatches=1):
     return step.Description(run, step.state_specs(specs_of(mesh), SGD), rows(mesh, microbatches)[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("f, mesh", few(12, [case[1:] for case in CASES], [case[0] for case in CASES]))
 def test_sums_alone_are_proven(f, mesh):
     report = step.check(described(f, mesh))

@@ -113,6 +113,7 @@ def test_what_nothing_completes_is_found(name):
     assert report.findings and all("test_check_completion.py" in one.at for one in report.findings), report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIGHT)
 def test_its_right_neighbour_is_not(name):
     report = checked(RIGHT[name])

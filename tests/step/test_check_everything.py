@@ -77,6 +77,7 @@ def assert_nothing_found(*problem_of, mesh=MESH):
 CASES = mixed(OPTIMIZERS, STRATEGIES)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "strategy"), few(3, CASES, map("-".join, CASES)))
 def test_optimizer_under_strategy(name, strategy):
     assert_nothing_found(*problem(MESH, OPTIMIZERS[name], strategy=STRATEGIES[strategy]))

@@ -27,6 +27,7 @@ def test_right(name):
         assert report.ok == (name not in OPEN), report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name):
     for mesh in MESHES:

@@ -111,7 +111,7 @@ def test_costs_little_beside_the_trace():
     assert work.calls < 0.1 * trace.calls
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_compiled_layer_is_checked_once():
     """However often it runs: its trace does not grow with depth either."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)

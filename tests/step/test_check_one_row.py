@@ -69,7 +69,7 @@ ONE_EACH = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(2, [(name,) for name in ONE_EACH], ONE_EACH))
 def test_one_of_each(name):
     """The library with one row, head or expert on a rank is proven: no rule decides by a size."""

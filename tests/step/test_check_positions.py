@@ -171,6 +171,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in RIGHT], RIGHT))
 def test_what_is_right_is_proven(name):
     for mesh in MESHES:

@@ -101,6 +101,7 @@ def held(seeds):
     return proven, found
 
 
+@pytest.mark.medium
 def test_random_views():
     proven, found = held(range(60))
     assert proven > 5 and found > 5, (proven, found)

@@ -143,6 +143,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in RIGHT], RIGHT))
 def test_what_is_right_is_proven(name):
     for mesh in MESHES:
@@ -150,6 +151,7 @@ def test_what_is_right_is_proven(name):
         assert same and report.ok, str(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(4, [(name,) for name in WRONG], WRONG))
 def test_what_is_wrong_is_not(name):
     report, same = judged(WRONG[name], MESHES[0])

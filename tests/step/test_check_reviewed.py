@@ -54,6 +54,7 @@ RIGHT = {
 PROVEN = ("the frozen statistics of a batch norm", "an instance norm", "a kth value")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_has_no_finding(name):
     generator = torch.Generator().manual_seed(0)

@@ -30,7 +30,7 @@ def no_finding_in_a_reshard(pair):
     assert report.ok, f"{source} -> {target} by {reshard_moves(source, target)}\n{report}"
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(pairs())
 def test_reshard(pair):
@@ -97,6 +97,7 @@ def test_wrong_zero1(bug):
 COMMUNICATE = ["adafactor", "muon", "skip_nonfinite"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(1, [(name,) for name in COMMUNICATE], COMMUNICATE))
 def test_optimizers_that_communicate(name):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

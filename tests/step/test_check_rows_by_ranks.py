@@ -102,6 +102,7 @@ def of_sums(f, mesh):
     return step.build(loss_fn, optim.sgd(0.1), specs_of(mesh), rows_of(mesh))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("f, of, mesh", few(14, [case[1:] for case in CASES], [case[0] for case in CASES]))
 def test_what_is_right_is_proven_alone(f, of, mesh):
     report = checked(f, mesh, of)
@@ -118,6 +119,7 @@ def test_they_are_what_they_say(name, f):
     assert same == (name in RIGHT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, name", few(6, OF_SUMS))
 def test_sums_with_own_rows_are_not_proven_and_those_of_all_rows_are(kind, name):
     report = step.check(of_sums(_BOTH[kind][name], Mesh(fsdp=2)))

@@ -54,6 +54,7 @@ def test_right_slices_are_proven_and_right(cut):
     assert_parity(lambda mesh: make(mesh, RIGHT[cut])[0], MESH, state, batch, **how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cut", RIGHT)
 def test_a_forgotten_sum_behind_a_slice_is_found(cut):
     train_step, specs, rows = make(MESH, RIGHT[cut], forget=True)

@@ -57,6 +57,7 @@ def is_caught(module, mutant):
     assert found_by(report, differ) == mutant.finds, f"{mutant.name}: {mutant.says}\n{report}\n{differ}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module, of", few(5, REFUSED_ONCE, [of for _, of in REFUSED_ONCE]))
 def test_what_was_refused(module, of):
     """By the check alone; that they are right is proven with the others."""
@@ -112,6 +113,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("op", COUNTS)
 def test_counts_of_sharded_labels_need_a_sum(op):
     """Without psum there is a finding, with it there is none (the advice was the other way round)."""

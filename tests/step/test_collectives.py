@@ -226,7 +226,7 @@ def count_compilations(rank, cache):
         return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_followers_load_what_the_leader_compiled(ranks, tmp_path):
     graphs = 3  # a layer's forward and backward, and the step around them
     assert ranks.run(count_compilations, str(tmp_path), ranks=2) == [(0, graphs), (graphs, 0)]

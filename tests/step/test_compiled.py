@@ -63,7 +63,7 @@ def compiled(request):
     return step, first + losses + rest, after_five, state, (after_one, compilations())
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_decoder_equals_the_plain_function(compiled, plain):
     assert compiled[1] == pytest.approx(plain[0], rel=1e-10)
     assert_equal_states(compiled[2], plain[1])
@@ -136,6 +136,7 @@ def test_layers_of_lower_precision(compute, tolerance):
     assert {x.dtype for x in tree.leaves(state) if x.is_floating_point()} == {torch.float32}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["inductor", "compile", "aot_eager", "eager"])
 def test_any_pure_function(backend):
     """Trees of any kind in and out, constants in the arguments and in the result."""

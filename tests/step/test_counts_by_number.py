@@ -50,6 +50,7 @@ def parity_of(parts, mesh, n):
     return parity(make, mesh, state, batch, layouts=(tree.layouts(of.state), tree.layouts(of.batch)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "n"), few(2, itertools.product([Mesh(dp=4), Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], [4, 1, 2]))
 )

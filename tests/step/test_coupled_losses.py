@@ -144,6 +144,7 @@ def wrong_rows(mesh):
     return {"x": rows, "y": rows}
 
 
+@pytest.mark.medium
 def test_a_wrong_assignment_is_refused_where_layouts_are_known():
     mesh, strategy = Mesh(dp=2), STRATEGIES["replicated"]
     step, specs = make_step(softmax_over_the_batch, mesh, 2, strategy), specs_of(mesh, strategy)

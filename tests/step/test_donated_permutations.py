@@ -50,7 +50,7 @@ def different(step, state, *args):
     return found + [f"beside {k}" for k in beside if not torch.equal(other[k], beside[k])]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_leaf_becomes_a_permutation_of_a_value_put_into_it():
     """7 of 15 were wrong."""
     forms = {f"{put}, {move}": (PUTS[put], MOVES[move]) for put in PUTS for move in MOVES}

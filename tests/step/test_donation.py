@@ -44,7 +44,7 @@ def undonated(wide):
     return jit(tiny.mlp_step(params=wide[0].params), backend="aot_eager")
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_every_leaf_of_the_state_stays_where_it_is(wide, donated):
     state = tiny.copied(wide[0])
     before, where = tiny.copied(state), pointers(state)
@@ -95,7 +95,7 @@ def _assigned(to, x):
     return to
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @backends(dynamo=True)
 def test_leaves_that_change_places(backend):
     """Inductor drops copies that change nothing; then each leaf would be read after it was overwritten."""
@@ -110,7 +110,7 @@ def test_leaves_that_change_places(backend):
     assert not wrong and pointers(got) == where
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @backends()
 def test_the_old_value_returned_beside_the_new_one(backend):
     """A step that remembers: what it returns of the old leaf is not overwritten, and is memory of its own."""
@@ -189,6 +189,7 @@ def test_what_is_written_into_the_old_value_is_not_the_new_value(backend, half):
     assert [name for name in writes if not torch.equal(new[name]["a"], x * 2)] == []
 
 
+@pytest.mark.medium
 def test_a_row_that_is_written_needs_no_second_leaf():
     """What is safe in place stays in place: a cache of keys takes one more without a copy of all of them."""
     step = jit(lambda cache, i, v: (cache.index_copy(1, i, v), v.sum()), donate=0)
@@ -210,6 +211,7 @@ def test_leaves_without_dims(backend):
     assert len(step.cache) == 1
 
 
+@pytest.mark.medium
 def test_rolling_history():
     """Ring buffers: new leaf i is old leaf i - 1."""
     history = [torch.full((4,), float(i)) for i in range(5)]

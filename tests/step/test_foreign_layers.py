@@ -71,7 +71,7 @@ def test_policies(save, offload):
     compare(drawn, POLICIES[save], offload, None)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_compiled():
     """In a graph whose compiler may write results over: each is in memory of its own."""
     compare(some("compiled layers", LAYERS, 0, 3), "all", None, "aot_eager")

@@ -164,7 +164,7 @@ def all_in_one(rank, mesh, backend):
         return donated_and_not(world, steps, dict.fromkeys(STEPS, STATE), backend)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mesh", "backend"),
     [

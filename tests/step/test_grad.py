@@ -92,7 +92,7 @@ def test_accumulate_equals_the_whole_batch(n, backend):
 SHARDED = mixed([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], [None, "inputs"])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "save"), few(1, SHARDED, map(str, SHARDED)))
 def test_accumulate_under_fsdp(mesh, save):
     """Four microbatches of each rank's rows, three steps: the state of one rank with the whole batch."""

@@ -139,7 +139,7 @@ class Early(buckets.InOrder):
 
 
 # ---- the same numbers ------------------------------------------------------------------------------------------------
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers(name):
     wanted, before, _ = trained(OPTIMIZERS[name](), "device")
@@ -165,6 +165,7 @@ def test_the_same_numbers_compiled(backend):
     assert_same(*(run[:2] for run in runs))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("donate", [0, pytest.param(None, marks=pytest.mark.slow)])
 def test_leaves_stay_where_they_are_if_donated(donate):
     run, specs = made(optim.adamw(1e-2), "host")
@@ -195,6 +196,7 @@ SWAPS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SWAPS)
 @pytest.mark.parametrize("donate", [0, None])
 @pytest.mark.parametrize(
@@ -216,15 +218,16 @@ def test_leaves_that_read_each_other(monkeypatch, name, donate, memory, copies):
     assert_same(new, SWAPS[name](*values))
 
 
+@pytest.mark.medium
 def test_moments_alone():
     state, _, run = trained(optim.adamw(1e-2), [("adam", "host")])
-    memories = {path: memory_of(x) for path, x in zip(tree.paths(state), tree.leaves(state), strict=True)}
-    assert {memory for path, memory in memories.items() if "adam" in path} == {"host"}
-    assert {memory for path, memory in memories.items() if "adam" not in path} == {"device"}
+    for path, x in zip(tree.paths(state), tree.leaves(state), strict=True):
+        assert memory_of(x) == ("host" if "adam" in path else "device")
     assert_same(state, on_device())
     assert len(node_of(run)) == 1
 
 
+@pytest.mark.medium
 def test_parameters_are_written_in_place_too():
     """No whole array is made for the update: all that the node writes is there already."""
     *_, run = trained(optim.adamw(1e-2), "host", count=1)
@@ -232,8 +235,7 @@ def test_parameters_are_written_in_place_too():
     wholes, new, _ = node.args
     state = step.state_specs(model.specs(CONFIG, ONE), optim.adamw(1e-2))
     assert not new and len(wholes) == sum(len(x.shape) > 0 for x in tree.leaves(state))
-    fetches = torch.ops.fmegatron_step.from_host.default
-    assert not [n for n in run.graph("stream").nodes if n.target is fetches]
+    assert torch.ops.fmegatron_step.from_host.default not in {n.target for n in run.graph("stream").nodes}
     whole = max(math.prod(piece.shape) for bucket in entry_of(node).table for piece in bucket)
     assert whole * 12 <= 700
 
@@ -248,6 +250,7 @@ def updated(monkeypatch, memory, optimizer):
     return state, entry_of(node), computed
 
 
+@pytest.mark.medium
 def test_the_host_updates(monkeypatch):
     """Gradients travel, and parameters; moments and masters stay where they are."""
     state, run, computed = updated(monkeypatch, "host-update", optim.adamw(1e-2))
@@ -277,7 +280,6 @@ def test_what_is_not_element_by_element_is_updated_on_the_device(monkeypatch):
     assert_same(trained(optim.muon(1e-2), "device", count=1)[0], state)
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
 def simulated(strategy, memory, mesh, streams, optimizer):
     """The state after two updates on simulated ranks, of the graph with or without the pass."""
     run, specs = made(optimizer, memory, mesh, strategy, tiny.config_with(torch.float64))
@@ -298,7 +300,7 @@ def simulated(strategy, memory, mesh, streams, optimizer):
     return ranks
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("strategy", "name"), each_value(["zero1", "zero2", "zero3", "hybrid"], ["adamw", "muon"]))
 def test_ranks(strategy, name):
     mesh = Mesh(dp=2, fsdp=2)
@@ -330,18 +332,18 @@ def test_gloo_ranks(ranks):
         assert others == [on_device] * 2
 
 
-# ---- order -----------------------------------------------------------------------------------------------------------
 def with_copies(monkeypatch, copies, host_bytes=700, count=2, memory="host"):
     monkeypatch.setattr(buckets, "copies_on", lambda device, host_computes: copies)
     return trained(optim.adamw(1e-2), memory, count=count, host_bytes=host_bytes)[0]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("host_bytes", "copies"), each_value([12, 100, 700, 1 << 20], [Late, Early], ids=[str, NAME]))
 def test_no_piece_is_read_before_it_arrived_nor_overwritten_before_it_left(monkeypatch, host_bytes, copies):
     assert_same(on_device(1), with_copies(monkeypatch, copies(), host_bytes, count=1))
 
 
+@pytest.mark.medium
 def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
     copies = Late()
     with_copies(monkeypatch, copies, count=1)
@@ -354,6 +356,7 @@ def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
     assert rounds[-1] == ["arrived", "left", "store"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", [pytest.param("host", marks=pytest.mark.slow), "host-update"])
 @pytest.mark.parametrize("mistake", ["arrived", "left"])
 def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake, memory):
@@ -392,7 +395,6 @@ def test_pieces_cover_an_array_once(shape, most):
     assert bool((x == 1).all())
 
 
-# ---- CUDA, on paper --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("memory", "where"), [("host", "cuda"), ("host-update", "cpu")])
 def test_devices_on_paper(memory, where):
     """What the update of a trace of CUDA tensors with leaves on the host becomes, on a machine that may have no GPU."""
@@ -482,12 +484,10 @@ def test_check_passes_what_is_right():
 @pytest.mark.parametrize(("strategy", "memory"), [("zero1", "host"), ("zero3", "host-update")])
 def test_check_passes_the_step(strategy, memory):
     mesh, by = Mesh(fsdp=2, tp=2), DataParallel.named(strategy)
-    run, specs = made(optim.adamw(1e-2), memory, mesh, by)
     rows = by.batch_layout((4, CONFIG.max_seq), torch.int64, mesh)
-    assert step.check(run, specs, {"tokens": rows, "labels": rows}).ok
+    assert step.check(*made(optim.adamw(1e-2), memory, mesh, by), {"tokens": rows, "labels": rows}).ok
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("memories", [("host", "device"), ("device", "host-update"), ("host", "host")])
 def test_a_run_goes_on_in_another_memory(tmp_path, memories):

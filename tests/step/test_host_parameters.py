@@ -53,6 +53,7 @@ def names_of(graph):
     return [opname(node.target) or "" for node in graph.nodes]
 
 
+@pytest.mark.medium
 def test_the_same_numbers(monkeypatch):
     """With copies as late as may be; all that has dims rests in host memory, before and after."""
     wanted, before, _ = trained("device")
@@ -90,6 +91,7 @@ def test_frozen_weights_rest_there(monkeypatch):
     assert not [name for name in names_of(got[2].graph("trace")) if name == "to_host"]
 
 
+@pytest.mark.medium
 def test_each_layer_has_its_own_copies_in_the_forward_and_again_in_the_backward():
     """Of a stack no more than a layer is on the device: between the copies of two layers stands the first one."""
     described = model.build(CONFIG, optim.adamw(1e-2), Mesh(), (4, CONFIG.max_seq), memory=ALL)

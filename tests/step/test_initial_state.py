@@ -48,7 +48,7 @@ def test_a_state_that_is_larger_than_the_memory_of_a_rank(strategy, python):
     assert "the limit holds" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_strategy_starts_alike(dtype):
     """The same parameters as one rank draws, and masters that are the parameters."""

@@ -82,6 +82,7 @@ def after(step, steps=2):
     return state, losses
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "n"), few(1, zip(MESHES, (2, 1, 3, 2), strict=True), map(str, MESHES)))
 def test_the_same_numbers_on_every_mesh(mesh, n):
     """Forward, gradients and update."""
@@ -90,6 +91,7 @@ def test_the_same_numbers_on_every_mesh(mesh, n):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("save", "n"), few(2, [("all", 1), ("mincut", 2), ("inputs", 1), ("inputs", 3)]))
 def test_microbatches_and_recomputation_draw_the_same(save, n):
     """Of a mask that were drawn anew in the backward, the gradients would differ in the first digits."""
@@ -143,6 +145,7 @@ def test_samples_are_numbered_through_the_run(mesh, n):
     assert sim.globals()[1]["samples"].tolist() == list(range(7 * ROWS, 8 * ROWS))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "n"), [(Mesh(dp=2), 2), (Mesh(fsdp=2, tp=2), 1)], ids=str)
 def test_the_check_has_nothing_to_say(mesh, n):
     report = check(make_step(mesh, n), specs_of(mesh), layouts_of(mesh, n)[1])

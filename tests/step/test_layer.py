@@ -55,7 +55,7 @@ def test_equal_layers_of_two_programs_have_each_its_own_line():
         assert len(at) > 8 and {place.partition(" ")[0] for place in at} == {line}, at
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_two_entries_whatever_the_depth(graphs):
     """A forward and a backward; equal layers of several traces share them."""
     entries = opaque_entries(graphs[1])
@@ -108,7 +108,7 @@ def saved(save):
     return pair.parts
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_policies_are_ordered():
     cuts = {save: saved(save) for save in ("inputs", 0.0, 0.5, "mincut", 1.0, "all")}
     sizes = {save: cut.residual_bytes for save, cut in cuts.items()}

@@ -64,7 +64,7 @@ CASES = {"block": (block, by_blocks), "others": (others, by_others), "unused": (
 POLICIES = ["all", "inputs", "mincut", 0.5, lambda node: node.target is torch.ops.aten.mm.default]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("offload", [None, 0])
 @pytest.mark.parametrize("save", POLICIES, ids=[*map(str, POLICIES[:4]), "own"])
 def test_gradients_are_those_of_the_function(save, offload):
@@ -149,7 +149,7 @@ def test_a_stack_is_the_loop(how):
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_on_a_mesh(how):
     mesh = Mesh(dp=2, fsdp=2)

@@ -75,7 +75,7 @@ def test_state(name, mesh):
         assert held == [formula.params, formula.optim]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
 @pytest.mark.parametrize("name", few(2, [(name,) for name in STRATEGIES], STRATEGIES))

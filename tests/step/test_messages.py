@@ -96,6 +96,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_losses(way):
     for loss, message in LOSSES.items():

@@ -323,6 +323,7 @@ def on_rank(rank, mesh, name):
         return metrics, state.params, zero, str(report) if not report.ok else ""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_three_real_ranks(ranks, name):
     mesh = Mesh(fsdp=3)

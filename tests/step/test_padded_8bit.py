@@ -123,6 +123,7 @@ def test_ranges_are_of_whole_blocks_and_the_scales_lie_as_they_do():
     assert stored["stack"]["scale"].layout.local_shape(0) == (2, 7) and state.params["stack"].layout.padded == 8
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_restored_on_any_number_of_ranks(tmp_path, name):
     """Written on 6, read on 8, 5, 7·tp2 and 1; what 8 has is written, and read on 6: the same bits, none of padding."""

@@ -167,6 +167,7 @@ def found(ranks):
     return ranks.run(answers, ranks=2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", WRAPS)
 def test_nothing_around_a_step_loses_the_check(found, name):
     for of_rank in found:

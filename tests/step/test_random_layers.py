@@ -72,7 +72,7 @@ def compiled(several: list[int], policy: str, backend: str) -> None:
         assert not wrong, f"save={policy!r}, {backend}: {wrong}\n{layer}"
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_compiled():
     compiled(seeds("compiled layers", 1, 1), "all", "aot_eager")
 

@@ -40,7 +40,7 @@ def in_one(update, times):
     return updates
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name, mesh, optimizer", each_value(("zero3", "zero1", "hybrid", "zero2", "hsdp"), MESHES, OPTIMIZERS)
 )
@@ -64,6 +64,7 @@ def test_two_in_one_are_two_in_two():
     assert all(map(torch.equal, tree.leaves(one), tree.leaves(two))) and one.step == 2
 
 
+@pytest.mark.medium
 def test_something_wrong_in_between_is_found():
     """What the first returned is known by a statement, which does not make a replaced value right."""
     update, state, batch = made(Mesh(dp=2, fsdp=2), "hsdp", "adamw")
@@ -77,6 +78,7 @@ def test_something_wrong_in_between_is_found():
     assert step.check(spoiled, state, batch).findings
 
 
+@pytest.mark.medium
 def test_a_jit_in_a_jit():
     update, state, batch = made(Mesh(), "zero3", "adamw")
     x = {"x": torch.ones(24, 6, dtype=torch.float64)}

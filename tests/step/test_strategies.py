@@ -83,7 +83,7 @@ def in_bf16(name, mesh, policy="bf16", microbatches=1, clip_norm=None):
     return simulated(config, mesh, STRATEGIES[name], 5, microbatches=microbatches, clip_norm=clip_norm)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name, policy", few(1, IN_ORDER, map(" ".join, IN_ORDER)))
 def test_bf16_is_bitwise_the_same_where_sums_have_the_same_order(name, policy):
     """On two ranks a sum has one order: where the gradients lie, and who updates them, changes no bit."""
@@ -170,6 +170,7 @@ def awkward_loss(params, batch):
     return x.square().sum() / 8
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(2, [(name,) for name in STRATEGIES], STRATEGIES))
 def test_awkward_arrays(name):
     """Dims that do not divide, one element, none at all, more ranks than rows; frozen, unused, used twice."""
@@ -221,6 +222,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("source, target", few(1, CHANGES, map(str, CHANGES)))
 def test_changing_the_strategy_is_a_restore(tmp_path, source, target):
     """A state saved under one strategy and mesh is, bit for bit, the state of the other; moments included."""

@@ -32,7 +32,7 @@ def sent(step, config, mesh, strategy, optimizer=OPTIMIZER):
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
-@pytest.mark.long
+@pytest.mark.medium
 def test_accumulated_gradients_travel_as_the_policy_says():
     """Matrices in bf16, once a step, though they were added up in fp32, and vectors in fp32: the outer sum of HSDP."""
     mesh, strategy = Mesh(dp=2, fsdp=2), STRATEGIES["hsdp"]

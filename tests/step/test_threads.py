@@ -49,6 +49,7 @@ def wanted(i, turns, x):
     return state
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("donate", "backend"), [(None, "eager"), (0, "eager"), (0, "inductor")])
 def test_threads_call_one_jit(donate, backend):
     """Each has a state of its own, which the call takes."""

@@ -25,6 +25,7 @@ def plan():
     return lambda setting, rates=None: planned(overlapped(step, setting, PaperWorld(FSDP)).graph, rates)
 
 
+@pytest.mark.medium
 def test_units(plan):
     """Forward 1, backward 2, a collective 1: without overlap all of them one after another; with it they hide."""
     without, with_overlap = plan(PLAIN), plan(free())
@@ -37,7 +38,7 @@ def test_units(plan):
     assert with_overlap.waiting == 4 and with_overlap.duration == 3 * LAYERS + 4
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_nothing_waits_that_could_be_hidden():
     """Where a layer computes for longer than its weights travel: only for the first gather, the last reduce-scatter and
     the norm. The second block's weights travel while the first computes; what does not travel with the embedding

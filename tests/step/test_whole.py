@@ -12,7 +12,7 @@ from tests.step.own_towers import WHOLE, described, start
 from tests.step.proven import proven_and_equal
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "way"), each_value([Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], WHOLE))
 def test_on_a_mesh(mesh, way):
     how = {"way": way, "strategy": "hsdp", "dim": 16, "width": 32}
@@ -54,7 +54,7 @@ def test_stacks_in_a_tree(mesh, microbatches):
     )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gathered_once(microbatches):
     """reshard_after_forward=False keeps what was gathered: fewer gathers, the same numbers."""
@@ -103,6 +103,7 @@ def test_what_arrives():
     assert "Stack(" in repr(seen["deep"])
 
 
+@pytest.mark.medium
 def test_a_loss_that_gathers_itself_is_refused_unless_it_says_so():
     def loss_fn(w, batch):
         x = nn.gather_tree({"table": w["table"]})["table"][batch["ids"]]

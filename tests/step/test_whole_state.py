@@ -84,6 +84,7 @@ def test_a_look_in_between_and_what_was_kept_stays():
     assert kept.tolist() == [1, 1] and view.tolist() == [3] and state.params[0].tolist() == [7, 7]
 
 
+@pytest.mark.medium
 def test_a_metric_that_is_memory_of_the_state_is_not_written():
     def with_view(state, x):
         new, metrics = update(state, x)

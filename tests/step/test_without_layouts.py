@@ -65,6 +65,7 @@ MESHES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "name"), MESHES, ids=str)
 def test_a_step_by_hand(mesh, name):
     strategy, optimizer = DataParallel.named(name), optim.adamw(1e-2)

@@ -40,13 +40,14 @@ def missed(bug, by, n, save) -> str:
     return "" if right else f"{bug} ({' or '.join(LINES[bug])}), {by}, {n} microbatches, save={save}: {result}"
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("i", range(2))
 def test_a_sample(i):
     """Others with fresh seeds."""
     assert not missed(*CASES[seeds("faults", 0, 2)[i] % len(CASES)])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("bug", few(1, zip(OF_MICROBATCHES), OF_MICROBATCHES))
 def test_of_microbatches(bug):
     """Blamed before on a product of the backward, on the loop over microbatches, or on nothing."""
@@ -60,6 +61,7 @@ def test_every_way(bug):
     assert not any(found), "\n\n".join(filter(None, found))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("by", few(1, zip(faults.WAYS), faults.WAYS))
 def test_the_right_step_has_none(by):
     """Nor has one whose ranks cut other rows into a microbatch than one rank does: sums over all do not see that."""

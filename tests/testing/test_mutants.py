@@ -23,6 +23,7 @@ def test_the_right_step(mesh):
     assert result.worst[1] < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", few(3, [(bug,) for bug in BUGS], BUGS))
 def test_is_found_at_its_line(bug):
     result = parity(lambda m: mutants.make_step(m, bug), MESH, *mutants.values(), layouts=mutants.layouts(MESH))

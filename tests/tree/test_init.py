@@ -76,7 +76,7 @@ def test_bit_identical_on_six_meshes():
     assert not torch.equal(other["table"], reference["table"])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_bit_identical_on_any_layout(data):

@@ -102,7 +102,7 @@ def deaths(tmp_path, seeds):
     return ends
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_twenty_deaths(tmp_path):
     ends = deaths(tmp_path, seeds("deaths of replicas", 15, 9))
     assert len(ends) - ends.count(None) >= 15 and {1, 2} <= set(ends)

@@ -276,7 +276,7 @@ def test_the_check_sees_a_wrong_place(tmp_path, monkeypatch):
 FOUR, TWO = Mesh(pp=1, dp=2, fsdp=2, tp=1), Mesh(pp=1, dp=1, fsdp=1, tp=2)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("source, target", [(FOUR, TWO), (TWO, FOUR)], ids=["4 to 2", "2 to 4"])
 def test_a_training_state(tmp_path, source, target):
     """Parameters, moments and masters (flat ranges over dp), each on two nodes."""
@@ -294,6 +294,7 @@ def test_states_of_all_pairs(tmp_path, i):
         there_and_back(tmp_path / "b", experts(source), experts(target), **options)
 
 
+@pytest.mark.medium
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_layout_to_any_layout(data):

@@ -66,6 +66,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", WRONG)
 def test_a_bad_description_with_right_digests(shard, what):
     *at, value = WRONG[what]
@@ -186,6 +187,7 @@ def fuzz(tmp_path, count):
         assert replace(shard.save.manifest, digest="") == replace(saved.save.manifest, digest=""), i
 
 
+@pytest.mark.medium
 def test_fuzzed(tmp_path):
     fuzz(tmp_path, 1500)
 

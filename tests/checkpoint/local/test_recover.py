@@ -127,6 +127,7 @@ def test_no_source_is_tried_twice(tmp_path, monkeypatch):
     assert len(asked) == len(set(asked)) == 32
 
 
+@pytest.mark.medium
 def test_older_steps_then_the_global_checkpoint(tmp_path):
     cluster = Cluster(tmp_path / "nodes", 4, keep=3)
     of = save_global(cluster, tmp_path / "global", 0)

@@ -48,6 +48,7 @@ def test_file_names_tell_step_and_rank():
         assert parse_name(name) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("groups", [PAIRS, IRREGULAR], ids=["pairs", "irregular"])
 def test_each_directory_holds_exactly_its_cliques_files(tmp_path, groups):
     cluster = Cluster(tmp_path, 8, layouts=layouts_on(Mesh(fsdp=4, tp=2)), groups=groups)
@@ -316,6 +317,7 @@ def test_a_shard_is_a_checkpoint_for_every_tool(tmp_path):
     assert status == 1 and f"{files_of(one)}: 1 damage" in text
 
 
+@pytest.mark.medium
 def test_memory_is_a_portion_for_each_of_the_clique(tmp_path, monkeypatch):
     """All host memory that save and restore ask for beside the state itself, counted."""
     made = []

@@ -135,6 +135,7 @@ def test_documents_on_a_mesh(name):
 
 
 # ---- stacks ----------------------------------------------------------------------------------------------------------
+@pytest.mark.medium
 def test_blocks_with_equal_arrays_share_a_stack_and_those_with_equal_maths_a_compiled_pair(monkeypatch):
     gemma, made = family("gemma2"), []
     assert {name: stack.depths for name, stack in gemma.stacks.items()} == {"blocks": (0, 1, 2, 3, 4, 5)}

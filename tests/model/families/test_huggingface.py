@@ -35,6 +35,7 @@ def off(got, want):
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
+@pytest.mark.long
 def test_logits_and_gradients(folder, tmp_path):
     """In fp64 as far as transformers goes: rounding of its norms and angles, which are fp32, is what is left."""
     theirs, path = copy.deepcopy(folder[0]).double(), folder[1]
@@ -55,6 +56,7 @@ def test_logits_and_gradients(folder, tmp_path):
     assert max(worst.values()) < 1e-5, max(worst.items(), key=lambda item: item[1])
 
 
+@pytest.mark.long
 def test_weights_come_back_bit_for_bit(folder, tmp_path):
     theirs, path = folder
     decoder, layouts, params = ours(path)
@@ -65,6 +67,7 @@ def test_weights_come_back_bit_for_bit(folder, tmp_path):
     assert (tmp_path / "back" / "config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
+@pytest.mark.long
 def test_generation_equals_the_growing_prompt(folder):
     _, path = folder
     decoder, layouts, params = ours(path)

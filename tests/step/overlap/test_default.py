@@ -91,7 +91,7 @@ OWN = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW else []) for way in OWN])
 def test_sixteen_layers_take_a_shard_and_four_layers(way):
     """State included, on fsdp=8, by default, however the step is written: 26 MiB at most, 76 as written."""
@@ -113,6 +113,7 @@ def test_the_limit_counts_what_is_measured():
     assert gloo == pytest.approx(found.transient, rel=0.03) and others < 0.8 * gloo
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("peak", [1.0, 1.05, 1.2, 1.5])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_limit_is_kept(peak, device):

@@ -33,7 +33,7 @@ def slow_but(kept, cases):
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("strategy", "policy"),
     few(2, [(name, policy) for policy in POLICIES for name in STRATEGIES]),

@@ -37,7 +37,7 @@ def counted(module, setting) -> tuple[Counter, float]:
     return starts, gathered_bytes(graph) / largest_unit_bytes(module.graph)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("setting", "gathers", "scatters", "reductions", "layers"),
     [
@@ -55,7 +55,7 @@ def test_by_default(setting, gathers, scatters, reductions, layers):
     assert alive == pytest.approx(layers, abs=0.05)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("tied", "reshard", "gathers", "scatters", "layers"),
     few(
@@ -130,6 +130,7 @@ def test_where_it_is_highest_at_the_end_the_ends_part():
     assert planned(joined) > 1.05 * without
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("save", ["mincut", "inputs"])
 @pytest.mark.parametrize("vocab", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_the_limit_is_kept(save, vocab):

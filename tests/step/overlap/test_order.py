@@ -52,7 +52,7 @@ def order(stages):
     return lambda setting: launches(overlapped(stages["lower"], setting).graph)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("setting", ORDERS, ids=lambda s: repr(s)[8:-1])
 def test_order(order, setting):
     assert order(setting) == ORDERS[setting]
@@ -93,7 +93,7 @@ def test_gathers_over_two_axes_start_stage_by_stage():
     assert [sum(w < p for w in waits) for p in products] == [3, 5, 6]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_microbatches_are_ordered_inside_of_their_node():
     step = compiled(free(), microbatches=2)
     outer = step.stages["overlap"].graph

@@ -104,6 +104,7 @@ def bytes_that_metrics_keep(rank):
         return launches(step.graph("donate")), loss.item(), loss.untyped_storage().nbytes()
 
 
+@pytest.mark.medium
 def test_a_metric_does_not_keep_the_buffer_in_which_it_travelled(ranks):
     assert ranks.run(bytes_that_metrics_keep, ranks=2) == [("A0 w:A0", 2000.0, 4)] * 2
 

@@ -104,7 +104,7 @@ def on_rank(rank, layer, backend):
         return found
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "layer, backend", [(False, "eager"), (True, "aot_eager"), (False, "inductor"), (True, "inductor")]
 )

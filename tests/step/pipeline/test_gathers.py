@@ -108,6 +108,7 @@ def test_what_a_part_gives_is_made_of_gathered_weights():
     assert all((counts[kind, stage] > 0) == (kind[0] == "G") for kind, stage in counts if kind != "R"), counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["around", "V"])
 def test_runs_of_actions_move_no_more_than_each_action_does(name):
     """What forwards alone read (the first weight) is not gathered for backwards, and for weight gradients nothing."""

@@ -58,6 +58,7 @@ def test_a_batch_and_parameters_of_one_tensor(form):
     assert_same(loss_fn, w if form == "params" else {"w": w}, x if form == "batch" else {"x": x})
 
 
+@pytest.mark.medium
 def test_parameters_that_several_stages_read_through_functions_and_a_stack_that_is_read_whole_too():
     def loss_fn(params, batch):
         shared = torch.tanh(params["s"]) * torch.cos(params["s"] @ params["m"])
