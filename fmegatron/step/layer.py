@@ -8,7 +8,8 @@ takes the gradient as an input, so no pass can merge the recomputation into the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,11 @@ from fmegatron.step.opaque import Entry
 from fmegatron.step.partition import Partition, Policy, has_gradient, joint_graph, partition, require_policy
 from fmegatron.step.pipeline import marks
 from fmegatron.step.torch_private import outside_of_tracing
-from fmegatron.step.tracing import described
+from fmegatron.step.tracing import described, line_here
 from fmegatron.step.watched import Watched, Watching
 from fmegatron.tree import structure
 
-__all__ = ["compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
+__all__ = ["Stack", "compiled_layer", "layer_layout", "layer_of", "layers", "remat", "unstack"]
 
 
 # ---- a stack of layers -----------------------------------------------------------------------------------------------
@@ -132,12 +133,88 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
 
 
 def unstack(stacked: structure.Tree) -> list:
-    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums."""
+    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums. Of a
+    `Stack`, in the place of a leaf too, they are what it gives in turn.
+
+    Raises ValueError, naming the path, for a leaf that has no layers, and where leaves differ in their number.
+    """
     paths, leaves, spec = structure.flatten(stacked)
-    counts = {path: leaf.shape[0] if leaf.dim() else None for path, leaf in zip(paths, leaves, strict=True)}
-    if None in counts.values() or len(set(counts.values())) != 1:
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, Stack) and not (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            raise ValueError(
+                f"unstack: {path!r}: got {structure.in_words(leaf)}, wanted a stack of layers [L, ...]; leave out of "
+                "the tree what is no stack"
+            )
+    counts = {
+        path: len(leaf) if isinstance(leaf, Stack) else leaf.shape[0] for path, leaf in zip(paths, leaves, strict=True)
+    }
+    if len(set(counts.values())) != 1:
         raise ValueError(f"unstack: got layers (dim 0) {counts or 'of no leaf'}, wanted the same number in each leaf")
-    return [structure.unflatten(spec, list(layer)) for layer in zip(*(leaf.unbind(0) for leaf in leaves), strict=True)]
+    each = [list(leaf) if isinstance(leaf, Stack) else leaf.unbind(0) for leaf in leaves]
+    return [structure.unflatten(spec, list(layer)) for layer in zip(*each, strict=True)]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The weights of equal layers, arrays [L, ...], of which a rank holds a part of each layer.
+
+    `for w in stack: x = block(x, w)` has those of one layer after the other, whole over the data axes; where they are
+    gathered says the step (`step.regather`). `stack.run(block, x)` computes the same with the block compiled once.
+    """
+
+    shards: structure.Tree = field(repr=False)
+    layouts: structure.Tree
+    axes: Axes = field(repr=False)
+    precision: Precision | None = None
+    reshard_after_forward: bool = True
+
+    def run(
+        self,
+        block: Callable,
+        x: Any,
+        *rest: Any,
+        save: Policy | None = "mincut",
+        offload: int | None = None,
+        **named: Any,
+    ) -> Any:
+        """block(x, weights, *rest, **named) of each layer in turn, as `step.layers`.
+
+        Args:
+            block: a pure function of tensors, that returns x or (x, more).
+            x: a tensor.
+            *rest: trees of tensors, the same for all layers, to which no gradient flows.
+            save: what a layer keeps for its backward (`step.compiled_layer`).
+            offload: bytes from which on it waits in host memory.
+            **named: as rest.
+        """
+        how = {"precision": self.precision, "offload": offload, "reshard_after_forward": self.reshard_after_forward}
+        return layers(block, self.shards, self.layouts, self.axes, save, **how)(x, *rest, **named)
+
+    def __len__(self) -> int:
+        return tree.leaves(self.layouts)[0].shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """ValueError that names the user's line: an index per layer gathers each time, and there is no whole stack."""
+        raise ValueError(self._instead_of(f"[{index!r}]"))
+
+    def __getattr__(self, name: str) -> Any:
+        """AttributeError with the same words: a stack is neither a dict of arrays nor one array."""
+        if name.startswith("__"):  # Python's own protocols ask for them, of what is not built yet too
+            raise AttributeError(name)
+        raise AttributeError(self._instead_of(f".{name}"))
+
+    def _instead_of(self, got: str) -> str:
+        return (
+            f"{line_here()}: got {got} of a stack of {len(self)} layers, wanted the layers in turn, each with "
+            "its names: `for w in stack: x = block(x, w)`, or stack.run(block, x), which compiles the block once; "
+            "one's own order is that of list(stack)"
+        )
+
+    def __iter__(self) -> Iterator[structure.Tree]:
+        of_one = tree.map(layer_layout, self.layouts)
+        wire = Wire() if self.precision is None else self.precision.wires(of_one)
+        for shards in unstack(self.shards):
+            yield nn.gather_tree(shards, of_one, self.axes[self.axes.data], wire, self.reshard_after_forward)
 
 
 # ---- one layer -------------------------------------------------------------------------------------------------------
@@ -191,7 +268,7 @@ class CompiledLayer:
         return structure.unflatten(pair.spec, list(_Layer.apply(self, pair, tree.leaves(weights), specs, x, *leaves)))
 
     def _weights(self, x: torch.Tensor, shards: Any) -> tuple[Any, tuple[bool, ...]]:
-        """(the weights without history, for each leaf whether a gradient of it is made).
+        """(the weights, for each leaf whether a gradient of it is made).
 
         Where nothing asks for a gradient, as in an evaluation, those of all are in the pair, which is then the one of
         training. That of x always is: the first of several layers shares the pair of the others.
@@ -200,7 +277,7 @@ class CompiledLayer:
             weights = shards if self.prepare is None else self.prepare(shards)
         asked = x.requires_grad or any(t.requires_grad for t in tree.leaves(shards))
         trained = tuple(w.requires_grad if asked else has_gradient(w) for w in tree.leaves(weights))
-        return tree.map(torch.Tensor.detach, weights), trained
+        return weights, trained
 
 
 def compiled_layer(save: Policy = "mincut", label: str | None = None, offload: int | None = None) -> Callable:
@@ -286,6 +363,8 @@ class _Layer(torch.autograd.Function):
         out, count = pair.forward([x, *weights, *rest]), pair.spec.num_leaves
         ys, residuals = out[:count], out[count:]
         ctx.layer, ctx.pair, ctx.specs, ctx.needs_x = layer, pair, specs, 0 in pair.parts.kept_inputs
+        # What prepare gives back as it was given, such as shards of one rank, needs no second call and no transpose.
+        ctx.prepared = len(weights) != specs[0].num_leaves or any(map(operator.is_not, weights, leaves))
         kept = [x, *residuals] if ctx.needs_x else residuals
         ctx.moved = [layer.offload is not None and is_worth_moving(t, layer.offload) for t in kept]
         there, ys[0] = to_host([t for t, moved in zip(kept, ctx.moved, strict=True) if moved], ys[0])
@@ -307,18 +386,17 @@ class _Layer(torch.autograd.Function):
             from_host(t, gs[parts.taken[0]]) if moved else t for t, moved in zip(residuals, ctx.moved, strict=True)
         ]
         x = residuals.pop(0) if ctx.needs_x else None
-        shards = [
-            t.detach().requires_grad_(need) for t, need in zip(leaves[:n], ctx.needs_input_grad[5:], strict=False)
-        ]
-        weights = shards
-        if layer.prepare is not None:
+        shards = weights = leaves[:n]
+        if ctx.prepared:
+            needs = ctx.needs_input_grad[5:]
+            shards = [t.detach().requires_grad_(need) for t, need in zip(shards, needs, strict=False)]
             with torch.enable_grad():
                 weights = tree.leaves(layer.prepare(structure.unflatten(shard_spec, shards)))
-        inputs = [x, *[w.detach() for w in weights], *leaves[n:]]
+        inputs = [x, *weights, *leaves[n:]]
         given = [*residuals, *[inputs[i] for i in parts.kept_inputs], *[gs[i].contiguous() for i in parts.taken]]
         grads = dict(zip(parts.differentiable, ctx.pair.backward(given), strict=True))
         of_weights = [grads.get(i + 1) for i in range(len(weights))]
-        of_shards = of_weights if layer.prepare is None else _through(weights, of_weights, shards)
+        of_shards = _through(weights, of_weights, shards) if ctx.prepared else of_weights
         grads = [grads.get(0), *of_shards]
         grads = first_only(f"layer {described(layer.fn)}", grads)
         return None, None, None, None, *grads, *[None] * rest_spec.num_leaves

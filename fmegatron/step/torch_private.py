@@ -203,7 +203,7 @@ def recording(root: torch.nn.Module) -> Iterator[Recorder]:
         tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
         _symbolic_trace._is_fx_tracing_flag = True
         try:
-            with made.torch_fn_metadata_mode, made.proxy_mode, disable_autocast_cache(), _set_make_fx_tracer(made):
+            with made.proxy_mode, disable_autocast_cache(), _set_make_fx_tracer(made):
                 yield Recorder(tracer)
         finally:
             _symbolic_trace._is_fx_tracing_flag = before

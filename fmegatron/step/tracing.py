@@ -261,6 +261,9 @@ def as_count_of_number(times: tuple[int, ...]) -> contextlib.AbstractContextMana
     return fx_traceback.annotate({_OF_NUMBER: times})
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class _Lines(TorchDispatchMode):
     """Notes for every op of the forward the line of the user's code that it comes from. The arguments are those of
     `record`."""
@@ -270,6 +273,8 @@ class _Lines(TorchDispatchMode):
         self.paths, self.second, self.reads = paths, second, reads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:  # autograd asks it of every value that it meets: no op, and no node
+            return args[0].device
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:

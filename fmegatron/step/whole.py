@@ -1,10 +1,9 @@
-"""Weights as a loss function takes them, gathered over the data axes, and a stack of layers as a value of its own."""
+"""Weights as a loss function takes them, gathered over the data axes; a stack of layers as a value of its own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -13,66 +12,10 @@ from fmegatron import nn, tree
 from fmegatron.collectives import Axes, Precision
 from fmegatron.collectives.wires import Wire
 from fmegatron.nn import scaled
-from fmegatron.step.layer import layer_layout, layers, unstack
-from fmegatron.step.partition import Policy
-from fmegatron.step.tracing import line_here
+from fmegatron.step.layer import Stack
 from fmegatron.tree import structure
 
-__all__ = ["Stack", "of_whole"]
-
-
-@dataclass(frozen=True)
-class Stack:
-    """The weights of equal layers, arrays [L, ...], of which a rank holds a part of each layer.
-
-    `for w in stack: x = block(x, w)` has those of one layer after the other, whole over the data axes; where they are
-    gathered says the step (`step.regather`). `stack.run(block, x)` computes the same with the block compiled once.
-    """
-
-    shards: structure.Tree = field(repr=False)
-    layouts: structure.Tree
-    axes: Axes = field(repr=False)
-    precision: Precision | None = None
-    reshard_after_forward: bool = True
-
-    def run(
-        self,
-        block: Callable,
-        x: Any,
-        *rest: Any,
-        save: Policy | None = "mincut",
-        offload: int | None = None,
-        **named: Any,
-    ) -> Any:
-        """block(x, weights, *rest, **named) of each layer in turn, as `step.layers`.
-
-        Args:
-            block: a pure function of tensors, that returns x or (x, more).
-            x: a tensor.
-            *rest: trees of tensors, the same for all layers, to which no gradient flows.
-            save: what a layer keeps for its backward (`step.compiled_layer`).
-            offload: bytes from which on it waits in host memory.
-            **named: as rest.
-        """
-        how = {"precision": self.precision, "offload": offload, "reshard_after_forward": self.reshard_after_forward}
-        return layers(block, self.shards, self.layouts, self.axes, save, **how)(x, *rest, **named)
-
-    def __len__(self) -> int:
-        return tree.leaves(self.layouts)[0].shape[0]
-
-    def __getitem__(self, index: Any) -> Any:
-        """ValueError that names the user's line: an index per layer gathers each time, and there is no whole stack."""
-        raise ValueError(
-            f"{line_here()}: got [{index!r}] of a stack of {len(self)} layers, wanted the layers in turn, each with "
-            "its names: `for w in stack: x = block(x, w)`, or stack.run(block, x), which compiles the block once; "
-            "one's own order is that of list(stack)"
-        )
-
-    def __iter__(self) -> Iterator[structure.Tree]:
-        of_one = tree.map(layer_layout, self.layouts)
-        wire = Wire() if self.precision is None else self.precision.wires(of_one)
-        for shards in unstack(self.shards):
-            yield nn.gather_tree(shards, of_one, self.axes[self.axes.data], wire, self.reshard_after_forward)
+__all__ = ["of_whole"]
 
 
 def of_whole(

@@ -89,14 +89,16 @@ def test_number_of_collectives():
 
 
 def test_one_compiled_pair_however_many_layers():
+    alive = []  # a pair that nothing uses any more is made anew
+
     def entries(count):
         layouts = layouts_on(Mesh(), count)
 
         def run(params, x):
             return layers(tiny.mlp, params, layouts, Axes(Mesh()))(x)
 
-        nodes = trace(run, (tiny.mlp_params(count), tiny.mlp_batch()["x"])).graph_module.graph.nodes
-        return [n.target for n in nodes if hasattr(n.target, "entry")]
+        alive.append(trace(run, (tiny.mlp_params(count), tiny.mlp_batch()["x"])))
+        return [n.target for n in alive[-1].graph_module.graph.nodes if hasattr(n.target, "entry")]
 
     assert len(entries(3)) == 3 and len(set(entries(3))) == 1 and set(entries(2)) == set(entries(3))
 
@@ -124,6 +126,10 @@ def test_errors():
         layers(tiny.mlp, params, layouts_on(mesh), Axes(Mesh(fsdp=4)))
     with pytest.raises(ValueError, match=r"unstack: got layers \(dim 0\) \{'a': 2, 'b': 3\}, wanted the same number"):
         unstack({"a": torch.ones(2, 4), "b": torch.ones(3, 4)})
+    with pytest.raises(ValueError, match=r"unstack: 'b': got a tensor of shape \(\), wanted a stack of layers"):
+        unstack({"a": torch.ones(2, 4), "b": torch.ones(())})
+    with pytest.raises(ValueError, match=r"unstack: 'a/b': got 2, wanted a stack of layers"):
+        unstack({"a": {"b": 2}})
     with pytest.raises(ValueError, match="layer_layout: got .*, wanted a stack"):
         layer_layout(split["a"])
     assert nn.gather_tree(unstack(params)[0], tree.map(layer_layout, layouts_on(Mesh())), Axes(Mesh())[()]) is not None

@@ -6,6 +6,7 @@ import torch
 from fmegatron import nn, optim, step, testing, tree
 from fmegatron.collectives import Precision
 from fmegatron.layout import DataParallel, Mesh
+from fmegatron.step.layer import unstack
 from fmegatron.step.opaque import inline_layers
 from tests.pairs import each_value
 from tests.step.own_towers import WHOLE, described, start
@@ -84,6 +85,27 @@ def test_an_index_of_a_stack(index):
 
     with pytest.raises(ValueError, match=r"test_whole.py:\d+: got \[.*\] of a stack of 3 layers.*for w in stack.*run"):
         step.check(*small(Mesh(fsdp=2), None, loss_fn))
+
+
+@pytest.mark.parametrize("ask", [lambda w: w["deep"].unbind(), lambda w: w["deep"].items()])
+def test_a_stack_is_no_array_and_no_dict(ask):
+    def loss_fn(w, batch):
+        return step.mean(ask(w)[0].sum(), 1)
+
+    with pytest.raises(AttributeError, match=r"test_whole.py:\d+: got \.(unbind|items) of a stack of 3 .*for w in stack"):
+        step.check(*small(Mesh(fsdp=2), None, loss_fn))
+
+
+def test_the_layers_of_a_stack_by_their_function():
+    """`unstack` of a stack, and of a tree in which one stands, is what the stack gives in turn."""
+
+    def loss_fn(w, batch):
+        of = lambda layers: [tree.map(lambda x: (tuple(x.shape), x.dtype), layer) for layer in layers]  # noqa: E731
+        own, nested = unstack(w["deep"]), [layer["it"] for layer in unstack({"it": w["deep"]})]
+        assert of(own) == of(nested) == of(w["deep"]) and len(own) == 3
+        return step.mean(torch.stack([x["w"].sum() * y["b"].sum() for x, y in zip(own, nested, strict=True)]).sum(), 1)
+
+    assert step.check(*small(Mesh(fsdp=2), None, loss_fn)).ok
 
 
 def test_what_arrives():
