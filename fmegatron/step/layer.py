@@ -133,8 +133,9 @@ def _of_one_layer(path: str, layout: Layout) -> Layout:
 
 
 def unstack(stacked: structure.Tree) -> list:
-    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums. Of a
-    `Stack`, in the place of a leaf too, they are what it gives in turn.
+    """The layers of a tree of stacked leaves, one `unbind` per leaf: its transpose is one stack, not L padded sums.
+
+    A `Stack`, in the place of a leaf too, has those that it gives in turn.
 
     Raises ValueError, naming the path, for a leaf that has no layers, and where leaves differ in their number.
     """

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 
 import torch
 
 from fmegatron import collectives, tree
 from fmegatron.nn import weight
 
-__all__ = ["MACHINERY", "TORCH", "described", "frames_of", "line_here", "line_of", "raised_at", "warn_users"]
+__all__ = [
+    "MACHINERY",
+    "TORCH",
+    "described",
+    "line_from",
+    "line_here",
+    "line_of",
+    "raised_at",
+    "warn_users",
+]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
@@ -39,11 +50,27 @@ _GENERATED = (
 MACHINERY = (TORCH, _HERE, _COLLECTIVES, _TREE, _PRODUCTS, _CONTEXTS, _COPY, *_GENERATED)
 
 
-def frames_of(frame) -> Iterator[tuple[str, int]]:
-    """(file, line) of a frame and of those that called it."""
+def line_from(frame: FrameType | None, top: CodeType | None) -> tuple[str, bool]:
+    """(`line_of` a frame and of those that called it, whether it is that of a frame below `top`, or of none)."""
+    library, inside = "", True
     while frame is not None:
-        yield _file_of(frame.f_code.co_filename, frame.f_code.co_name), frame.f_lineno
+        code = frame.f_code
+        inside = inside and code is not top
+        whose = _whose(code.co_filename, code.co_name)
+        if whose == "user":
+            file = _file_line(_file_of(code.co_filename, code.co_name), frame.f_lineno)
+            return f"{file}{library and f' (in {library})'}", inside
+        if whose == "library" and not library:
+            library = f"{code.co_filename.removeprefix(_ROOT).replace(os.sep, '/')}:{frame.f_lineno}"
         frame = frame.f_back
+    return library, True
+
+
+@functools.lru_cache(maxsize=4096)
+def _whose(file: str, function: str) -> str:
+    """ "machinery", "library" or "user": whose code that of a function is."""
+    file = _file_of(file, function)
+    return "machinery" if file.startswith(MACHINERY) else "library" if file.startswith(_PACKAGE) else "user"
 
 
 def _file_of(file: str, function: str) -> str:
@@ -53,7 +80,7 @@ def _file_of(file: str, function: str) -> str:
 
 def line_here() -> str:
     """The line of the user's code that is running now, and behind it the library's: as on the nodes of a trace."""
-    return line_of(frames_of(sys._getframe(1)))
+    return line_from(sys._getframe(1), None)[0]
 
 
 def line_of(frames: Iterable[tuple[str, int | None]]) -> str:

@@ -11,7 +11,7 @@ import operator
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from torch.fx import _symbolic_trace
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
     PythonKeyTracer,
     _MakefxTracer,
     _set_make_fx_tracer,
@@ -42,8 +43,10 @@ from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
+    snapshot_fake,
     track_tensor_tree,
 )
+from torch.fx.experimental.proxy_tensor import _ProxyTensor as ProxyTensor
 from torch.fx.experimental.proxy_tensor import make_fx as _make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import register_pytree_node as register_node
@@ -66,22 +69,27 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "Op",
-    "Recorder",
+    "ProxyTensor",
+    "ProxyTorchDispatchMode",
+    "PythonKeyTracer",
     "TorchDispatchMode",
     "below_autograd",
     "compiling",
     "compile_flat_graph",
     "cpp_compiler",
     "decomposition_of",
+    "disable_proxy_modes_tracing",
     "extract_subgraph",
     "forget_compiled",
     "forget_constant",
     "functional_graph",
     "fx_traceback",
+    "get_proxy_slot",
     "graph_module_of",
     "inductor_decompositions",
     "inductor_default_folder",
     "inductor_folder",
+    "is_composite",
     "last_call_of",
     "last_recorded",
     "is_tracing",
@@ -90,6 +98,8 @@ __all__ = [
     "make_fx",
     "mark_backward",
     "min_cut",
+    "name_detaches",
+    "name_for",
     "opname",
     "outside_of_tracing",
     "overload_name",
@@ -98,10 +108,13 @@ __all__ = [
     "reaches_before",
     "recording",
     "register_node",
+    "snapshot_fake",
     "storage_number",
     "storage_uses",
     "tensor_uses",
+    "track_tensor_tree",
     "version_of",
+    "without_functions",
     "write_code",
 ]
 
@@ -112,6 +125,7 @@ tensor_uses = cast("Any", torch.Tensor)._use_count  # not in torch's stubs
 storage_uses = torch._C._storage_Use_Count
 storage_number = operator.attrgetter("_cdata")
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")  # a count of the writes into its memory
+without_functions = torch._C.DisableTorchFunction  # context: no mode hears of functions
 overload_name: Callable[[Op], str] = operator.attrgetter("_overloadname")  # "default", "Tensor"
 
 
@@ -146,53 +160,24 @@ def make_fx(function, **settings):
     def traced(*args):
         with _use_lazy_graph_module(True):
             module = _make_fx(function, **settings)(*args)
-        _name_detaches(module.graph)
+        name_detaches(module.graph)
         return module
 
     return traced
 
 
-def _name_detaches(graph: torch.fx.Graph) -> None:
+def name_detaches(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
         node.target = torch.ops.aten.detach.default
 
 
-class Recorder:
-    """The graph of a call that is recorded (`recording`): `recorder.outputs(fn(*recorder.inputs(fakes)))`.
-
-    graph_module: of it, once outputs are given.
-    """
-
-    def __init__(self, tracer: PythonKeyTracer):
-        self._tracer, self._count = tracer, 0
-        self.graph_module: torch.fx.GraphModule | None = None
-
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same tensors, whose values are from now on placeholders of the graph, behind those that it has."""
-        graph, names = self._tracer.graph, [f"arg{self._count + i}_1" for i in range(len(tensors))]
-        first = next((node for node in graph.nodes if node.op != "placeholder"), None)
-        with contextlib.nullcontext() if first is None else graph.inserting_before(first):
-            proxies = [self._tracer.create_proxy("placeholder", name, (), {}) for name in names]
-        with disable_proxy_modes_tracing():
-            track_tensor_tree(list(tensors), proxies, constant=None, tracer=self._tracer)
-        self._count += len(names)
-        return list(tensors)
-
-    def outputs(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What the graph returns, a list."""
-        found = [get_proxy_slot(t, self._tracer, t, lambda slot: slot.proxy) for t in tensors]
-        self._tracer.create_node("output", "output", (self._tracer.create_arg(found),), {})
-        _name_detaches(self._tracer.graph)  # as `make_fx` does
-        self.graph_module = graph_module_of(self._tracer.root, self._tracer.graph)
-
-
 @contextlib.contextmanager
-def recording(root: torch.nn.Module) -> Iterator[Recorder]:
+def recording(root: torch.nn.Module, mode_of: Callable) -> Iterator[PythonKeyTracer]:
     """Context in which the ops of this thread are recorded as torch's make_fx does, which calls a function itself; here
     whoever opens the context calls it, and stands right above it in the stack.
 
-    root: of the graph; it says for which ranks it is recorded. Shapes are constants: there are no symbols for which
-    make_fx cleans a graph up.
+    root: of the graph; it says for which ranks it is recorded. mode_of: a tracer -> the mode that records. Shapes are
+    constants: there are no symbols for which make_fx cleans a graph up.
     """
     made = _MakefxTracer(None, "real", False, False, False, False, True)
     before = _symbolic_trace._is_fx_tracing_flag
@@ -201,12 +186,23 @@ def recording(root: torch.nn.Module) -> Iterator[Recorder]:
         # What fx.Tracer.trace sets before it calls a function.
         tracer.root, tracer.tensor_attrs = root, {}
         tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        made.proxy_mode = mode_of(tracer)
         _symbolic_trace._is_fx_tracing_flag = True
         try:
-            with made.proxy_mode, disable_autocast_cache(), _set_make_fx_tracer(made):
-                yield Recorder(tracer)
+            with made.torch_fn_metadata_mode, made.proxy_mode, disable_autocast_cache(), _set_make_fx_tracer(made):
+                yield tracer
         finally:
             _symbolic_trace._is_fx_tracing_flag = before
+
+
+def name_for(tracer: PythonKeyTracer, op: Op) -> str:
+    """How make_fx names the nodes of an operator."""
+    return tracer.graph._target_to_str(op.overloadpacket.__name__)
+
+
+def is_composite(op: Op) -> bool:
+    """Whether an operator has a kernel that is made of others, whatever the device."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def is_tracing() -> bool:
@@ -245,11 +241,10 @@ def reaches_before(root: torch.Tensor, began: torch.fx.Node | None) -> bool:
     return False
 
 
-def forget_constant(x) -> None:
-    """While make_fx records: that a tensor was made of Python numbers. On such tensors torch would run an op at once,
+def forget_constant(x: Any, tracer: PythonKeyTracer) -> None:
+    """While it is recorded: that a tensor was made of Python numbers. On such tensors torch would run an op at once,
     which a symbolic collective refuses."""
-    mode = get_proxy_mode()
-    for known in (x, get_proxy_slot(x, mode.tracer, None) if mode is not None else None):
+    for known in (x, get_proxy_slot(x, tracer, None)):
         if known is not None and hasattr(known, "constant"):
             known.constant = None
 
@@ -311,8 +306,7 @@ def inductor_decompositions():
 def decomposition_of(op):
     """The function that makes an operator of others, as torch has it for its compiler, or None."""
     found = torch._decomp.decomposition_table.get(op)
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return op.decompose if found is None and op.has_kernel_for_dispatch_key(composite) else found
+    return op.decompose if found is None and is_composite(op) else found
 
 
 def min_cut(joint, inputs, outputs: int, budget: float):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -24,7 +25,7 @@ from fmegatron.collectives import kinds, known_ranks
 from fmegatron.collectives import torch_private as of_torch
 from fmegatron.layout import layout, notation, rank_counts
 from fmegatron.step.graph.nodes import items_of, meta_of, storage_of
-from fmegatron.step.lines import described, frames_of, line_here, line_of
+from fmegatron.step.lines import described, line_from, line_here
 from fmegatron.step.purity import (
     generators_kept,
     require_keyed,
@@ -32,6 +33,7 @@ from fmegatron.step.purity import (
     require_no_hidden_tensors,
     require_pure,
 )
+from fmegatron.step.recorder import Recorder, recorder_of
 from fmegatron.step.refused import (
     OF_ONE_DEVICE,
     OF_ONE_DTYPE,
@@ -45,15 +47,11 @@ from fmegatron.step.refused import (
 from fmegatron.step.regather import regathered
 from fmegatron.step.torch_private import (
     FakeTensorMode,
-    Recorder,
-    TorchDispatchMode,
-    forget_constant,
     fx_traceback,
     loop_of,
     opname,
     outside_of_tracing,
     quiet_about_shapes,
-    recording,
 )
 from fmegatron.step.watched import Seen
 from fmegatron.tree import structure
@@ -169,7 +167,7 @@ def trace(
     require_pure(graph_module, in_paths)
     graph_module = regathered(graph_module)
     found = (in_paths, out_paths, out_tree, out_static, aliased)
-    called_at = line_of(frames_of(sys._getframe(1)))
+    called_at, _ = line_from(sys._getframe(1), None)
     return Traced(graph_module, fakes, *found, mode, called_at, made_here, labels, out_labels)
 
 
@@ -211,6 +209,7 @@ def record(
     errors name. made_here: takes lines, as `Traced` has them. second: whether the arguments are on the device meta.
     reads: who notes what is entered (`step.watched`); None: who does of the trace around. stages: as `Recorded` has
     it."""
+    lines = _Lines(paths, second, reads or known_ranks.recorded_reads(), sys._getframe(2).f_code)
     root = known_ranks.Recorded(mesh or known_ranks.recorded_mesh(), reads or known_ranks.recorded_reads(), stages)
     with (
         explained(name, paths, second),
@@ -222,8 +221,7 @@ def record(
         torch.autograd.set_multithreading_enabled(False),
         mode,
         fx_traceback.preserve_node_meta(),
-        recording(root) as recorder,
-        _Lines(paths, second, root.reads),
+        recorder_of(root, lines) as recorder,
         _Copies(paths, [] if made_here is None else made_here),
     ):
         yield recorder
@@ -239,7 +237,7 @@ def recorded(recorder: Recorder, name: str) -> torch.fx.GraphModule:
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
-_BACKWARD, _OF_BACKWARD = "<backward>", " (backward)"
+_BACKWARD, _OF_BACKWARD, _OUTSIDE = "<backward>", " (backward)", " <outside>"
 _AS_OF, _OF_RANKS, _OF_TORCH = "fmegatron_line", "fmegatron_ranks", "fmegatron_sizes"
 _OF_NUMBER = "fmegatron_count_of_number"
 _OF_PARTS, _OF_SUMS, _OF_GRADIENT, _ONE = "fmegatron_parts", "fmegatron_sums", "fmegatron_gradient", Fraction(1)
@@ -261,37 +259,29 @@ def as_count_of_number(times: tuple[int, ...]) -> contextlib.AbstractContextMana
     return fx_traceback.annotate({_OF_NUMBER: times})
 
 
-_DEVICE = torch.ops.prim.device.default
-
-
-class _Lines(TorchDispatchMode):
+class _Lines:
     """Notes for every op of the forward the line of the user's code that it comes from. The arguments are those of
-    `record`."""
+    `record`; top: the code that calls what is recorded, behind which no line is one of it."""
 
-    def __init__(self, paths: Mapping[int, str], second: bool, reads: Seen | None):
-        super().__init__()
-        self.paths, self.second, self.reads = paths, second, reads
+    def __init__(self, paths: Mapping[int, str], second: bool, reads: Seen | None, top: types.CodeType):
+        self.paths, self.second, self.reads, self.top = paths, second, reads, top
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is _DEVICE:  # autograd asks it of every value that it meets: no op, and no node
-            return args[0].device
+    def __call__(self, func: Any, args: tuple, kwargs: dict, run: Callable) -> Any:
+        """What the op gives, which `run` records."""
         if fx_traceback.current_meta.get("in_grad_fn"):
             fx_traceback.set_stack_trace([_BACKWARD])  # the mark that all versions of torch copy onto nodes
         else:
-            line = line_of(frames_of(sys._getframe(1)))
+            line, inside = line_from(sys._getframe(1), self.top)
             if self.reads is not None:
                 self.reads.look(sys._getframe(1))
-            fx_traceback.set_stack_trace([line] if line else [])
-        if kinds.collective_of(func):
-            for x in tree.leaves(args[0]):
-                forget_constant(x)
+            fx_traceback.set_stack_trace([line if inside else line + _OUTSIDE] if line else [])
         try:
             if opname(func) in OF_ONE_DTYPE:
                 require_one_dtype(args)
             mutable = (schema := of_torch.schema_of(func)) is not None and schema.is_mutable
             if mutable or opname(func) in OF_ONE_DEVICE or kinds.collective_of(func):
                 require_one_device(func, args, self.second)
-            return func(*args, **(kwargs or {}))
+            return run(*args, **kwargs)
         except Exception as e:
             tell_failed(e, func.name().partition("::")[2], args, kwargs, self.paths)
             raise
@@ -471,12 +461,14 @@ def _set_lines(graph_module) -> None:
     sizes of a rank's parts (number, ((name of a node, dim, power), ...), ((axis, power), ...)); meta["sums"]: of those
     that are made of sums with such sizes (number, a term, see `_of_sums`); meta["made"]: of all that are made of any
     (number, of what, see `_made_of`); meta["asked"]: dims of its result whose size Python was told as a plain number.
-    meta["of_gradient"]: whether autograd asked for it."""
+    meta["of_gradient"]: whether autograd asked for it. meta["outside"]: no line inside of what is traced stands for it,
+    and `at` is that of the call."""
     forward_line, of_forward = {}, {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function":
             continue
-        trace_text = (node.meta.get("stack_trace") or "?").strip()
+        trace_text, outside, _ = (node.meta.get("stack_trace") or "?").strip().partition(_OUTSIDE)
+        node.meta["outside"] = bool(outside)
         of_backward = trace_text == _BACKWARD or bool(node.meta.get("is_gradient_acc"))
         node.meta["backward"] = of_backward
         node.meta["of_gradient"] = of_backward or _OF_GRADIENT in node.meta.get("custom", {})

@@ -228,8 +228,9 @@ def of_asked(scope: Scope, node: Node, found: Any) -> Any:
     part of which Python was told (or half, or a multiple of it, one more or less): as of a number that is another on
     one rank, nothing is known."""
     name = op_name(node)
-    if name not in _CUTS or node.meta.get("backward") or line_of(node) != user_line(line_of(node)):
-        return found  # lines of the library take sizes apart that Python knows, of what ranks have
+    of_library = node.meta.get("outside") or line_of(node) != user_line(line_of(node))
+    if name not in _CUTS or node.meta.get("backward") or of_library:
+        return found  # the library takes sizes apart that Python knows, of what ranks have
     known = {abs(number) for number, _ in node.meta.get("made", ())}
     flat = [one for a in node.args[_NUMBERS.get(name, slice(1, 2))] for one in (items_of(a) if _is_list(a) else [a])]
     given = {abs(n) for n in flat if isinstance(n, int) and 1 < abs(n) < 1 << 62} - known
