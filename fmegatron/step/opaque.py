@@ -124,6 +124,7 @@ class Bound:
         self.code: Callable[..., Any] | None = None  # once it is compiled
         self.name, self.label = entry.name, entry.name.rpartition("_")[0]  # with the digest of the graph, and without
         self.graph_module = self.program.graph_module
+        self.out_meta = entry.out_meta
         self.op, self.library = defined(_COMPILED, name, self, entry.out_meta)
 
     @property
@@ -138,10 +139,21 @@ class Bound:
             self.code = run if self.program.target.backend == "inductor" else below_autograd(run)
 
     def run(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Call what is compiled."""
+        """Call what is compiled. A result that the compiler lays out in another way than it was recorded is copied, as
+        code that reads it was compiled for what was recorded."""
         self.compile()
         assert self.code is not None, "it is compiled"
-        return self.code(*tensors)
+        return [
+            x if x.stride() == stride else _laid_out(x, stride)
+            for x, (_, stride, *_) in zip(self.code(*tensors), self.out_meta, strict=True)
+        ]
+
+
+def _laid_out(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """x with these strides, but for those of dims of size 1."""
+    if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), stride, strict=True)):
+        return x
+    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
 
 class Replay(fx.Interpreter):

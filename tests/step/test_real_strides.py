@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron.layout import Mesh
-from fmegatron.step import jit, value_and_grad
+from fmegatron.step import jit, trace, value_and_grad
+from fmegatron.step.opaque import Entry
+from fmegatron.step.passes import Target
 from fmegatron.testing import simulate
 
 ACTS = "elu celu selu softplus hardtanh relu6 hardswish hardsigmoid leaky_relu hardshrink softshrink silu mish".split()
@@ -69,3 +71,15 @@ def test_a_view_that_is_written_is_a_view(backend):
 
     x = randn(4, 3)
     assert torch.equal(jit(f, backend=backend)(x), f(x))
+
+
+def test_results_that_a_compiler_lays_out_in_another_way_are_those_that_were_recorded():
+    """What reads them was compiled for these: another part of a pipeline refuses other strides."""
+    traced = trace(lambda x: [x * 2, x[:1] + 1], (X[0],))
+    entry = Entry.make("twice", traced.graph_module, traced.fakes, traced.fake_mode)
+    bound = entry.bind(Target(backend="eager"))
+    bound.code = lambda x: [(x * 2).t().contiguous().t(), torch.empty_strided((1, 5), (7, 1)).copy_(x[:1] + 1)]
+    assert bound.code(X[0])[0].stride() == (1, 6)
+    twice, row = bound.run(X[0])
+    assert twice.stride() == (5, 1) and torch.equal(twice, X[0] * 2)
+    assert row.stride() == (7, 1)  # of a dim of size 1 any will do
