@@ -1,6 +1,7 @@
 """The recorded graph: where each node comes from, no wait for the device, and what is refused, naming the line."""
 
 import copy
+import functools
 import itertools
 import pickle
 import re
@@ -12,6 +13,7 @@ from fmegatron import tree
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout, Mesh
 from fmegatron.step import State, jit, trace, value_and_grad
+from fmegatron.step.batch_rows import cut_rows
 from fmegatron.step.graph.nodes import opaque_entries
 from fmegatron.step.layer import compiled_layer
 from fmegatron.testing import assert_pure
@@ -44,6 +46,9 @@ def lined_loss(p, x):
     ).sum()
 
 
+SPLIT = torch.ops.aten.split.Tensor
+
+
 def test_every_node_knows_its_line():
     def step(p, x):
         (loss, _), grads = value_and_grad(lined_loss)(p, x)
@@ -61,6 +66,13 @@ def test_every_node_knows_its_line():
     assert set(at(graph, "aten.pow.", True)) == {here["square"] + " (backward)"}
     assert at(graph, "aten.sin.") == [here["update"]] * 2
     assert not [n for n in graph.nodes if n.op == "call_function" and n.meta["at"].startswith("?")]
+
+
+@pytest.mark.parametrize(("f", "outside"), [(functools.partial(cut_rows, n=2), True), (lambda x: x.split(2), False)])
+def test_ops_for_which_no_line_of_the_function_stands(f, outside):
+    """Those of the library itself have the line of the call, and say so: it is no line that cuts by a number."""
+    (node,) = trace(f, (torch.ones(4, 2),)).graph_module.graph.find_nodes(op="call_function", target=SPLIT)
+    assert node.meta["outside"] is outside and re.fullmatch(r"test_trace.py:\d+", node.meta["at"])
 
 
 def test_lines_inside_compiled_layers():
