@@ -14,7 +14,7 @@ from fmegatron.collectives.ops import axis_index, declare
 from fmegatron.layout import Layout, Split, boxes, notation, split
 from fmegatron.tree import arithmetic
 
-__all__ = ["positions", "random_words"]
+__all__ = ["beginnings", "positions", "random_words", "word_at"]
 
 _LOW_32 = 0xFFFFFFFF
 
@@ -39,18 +39,29 @@ def random_words(
     Raises ValueError for a key, count or layout that is not like this, and for uneven layouts (see `positions`). Where
     a layout is padded, the words of padding are those of some elements: multiply by what is 0 there.
     """
-    _require_key(key)
     _require_count(count, like)
-    # Hashed: key and count meet in an exclusive or, so that (1, 0) and (0, 1) would be one stream.
-    key = tree.fold_in(key, name)
-    first = _mix((count & _LOW_32) ^ (key & _LOW_32))
-    first, second = arithmetic.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
+    first, second = beginnings(key, name, count)
     if dims := count.dim():
         at = _positions(tuple(like.shape[dims:]), like, _of_a_row(like, layout, dims), axes)
         behind = (..., *[None] * (like.dim() - dims))  # no view, in which a shard of one row would lose its place
         first, second = first[behind], second[behind]
     else:
         at = positions(like, layout, axes)
+    return word_at(at, first, second)
+
+
+def beginnings(key: int, name: str, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the words of a count begin with, two numbers of 32 bits in int64, in its shape. Arguments as of
+    `random_words`."""
+    _require_key(key)
+    # Hashed: key and count meet in an exclusive or, so that (1, 0) and (0, 1) would be one stream.
+    key = tree.fold_in(key, name)
+    first = _mix((count & _LOW_32) ^ (key & _LOW_32))
+    return arithmetic.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
+
+
+def word_at(at: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The words of elements: at is the index of each in the global array, behind what is counted."""
     return _mix(_mix((at & _LOW_32) ^ first) ^ (at >> 32) ^ second)
 
 

@@ -14,7 +14,7 @@ from fmegatron.collectives import axes, axis_index, ops
 from fmegatron.model.arrays import TokenContext
 from fmegatron.model.draws import dropping
 from fmegatron.model.mixer import Order, Slots
-from fmegatron.nn import attention_masks, context_parallel
+from fmegatron.nn import context_parallel
 
 Context = Literal["ring", "balanced", "gathered", "ulysses", "two_level", "two_level_balanced"]
 FORMS: tuple[Context, ...] = get_args(Context)
@@ -53,9 +53,11 @@ def attention_of(
     """
     axes, drop = at.axes, dropping(dropout, at)
     if axes.sequence.size == 1:
-        mask = visible_of(at, window) if mask is None else mask
-        how = {"scale": scale, "softcap": softcap, "sinks_H": sinks_H, "drop": drop}
-        return functools.partial(nn.attention, mask_ST=mask, **how)
+        seen = seen_by(at, window) if mask is None else mask
+        how = {"mask_ST": seen, "scale": scale, "softcap": softcap, "sinks_H": sinks_H}
+        if drop is None:
+            return functools.partial(nn.attention, **how)
+        return lambda q, k, v: nn.attention(q, k, v, **how, dropped=drop(q, k))
     cp, balanced = axes.sequence, form in DEALT
     dealt = (axes["cp"] if form == "two_level_balanced" else cp).size
     if balanced and dealt > 1 and at.positions.dim() == 1:
@@ -63,7 +65,7 @@ def attention_of(
             f"batch['positions']: got none, wanted int64 [B, S], since context={form!r} has the tokens in zigzag order"
             f"; give data.Batches(..., zigzag={dealt}), which adds them, or choose context='ring'"
         )
-    causal = attention_masks.Causal(at.positions, at.documents, window, balanced)
+    causal = nn.Causal(at.positions, at.documents, window, balanced)
     over: Callable[..., Tensor]
     if form == "gathered":
         over = functools.partial(context_parallel.gathered_attention, cp=cp)
@@ -79,11 +81,11 @@ def attention_of(
     return lambda q, k, v: over(q * (scale * q.shape[-1] ** 0.5), k, v)  # the forms divide by sqrt(K)
 
 
-def visible_of(at: TokenContext, window: int | None) -> Tensor | None:
-    """Who sees whom, of the tokens of a rank; None: each all before it, which kernels know."""
+def seen_by(at: TokenContext, window: int | None) -> nn.Causal | None:
+    """What the tokens of a rank see of each other; None: each all before it."""
     if at.documents is None and at.positions.dim() == 1 and window is None:
         return None
-    return attention_masks.visible(at.positions, at.positions, window, at.documents, at.documents)
+    return nn.Causal(at.positions, at.documents, window)
 
 
 def remembered(

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fmegatron import nn, tree
-from fmegatron.collectives import shard
+from fmegatron.collectives import random_words, shard
 from fmegatron.layout import Layout
 from fmegatron.model.arrays import TokenContext
 from fmegatron.nn import routing
+from fmegatron.nn.tiled_attention import Dropped
 
 __all__ = ["draws_of", "dropped", "dropping", "jittered", "noisy", "require_rate"]
 
@@ -64,8 +66,9 @@ def noisy(logits_BSE: Tensor, std: float, at: TokenContext) -> Tensor:
     return routing.noisy(logits_BSE, std, key=tree.fold_in(0, "router noise"), count=_own(at, logits_BSE))
 
 
-def dropping(rate: float, at: TokenContext) -> Callable[[Tensor], Tensor] | None:
-    """`nn.attention(drop=)`: dropout of the weights p[B, H, S, T] with which this rank's heads read the keys, in order.
+def dropping(rate: float, at: TokenContext) -> Callable[[Tensor, Tensor], Dropped] | None:
+    """`nn.attention(dropped=)`, of queries [B, S, H, K] and keys [B, T, G, K]: dropout of the weights p[B, S, H, T]
+    with which this rank's heads read the keys, in order.
 
     Raises ValueError where cp splits the sequence: a rank of a ring never has all the keys of a query.
     """
@@ -79,12 +82,11 @@ def dropping(rate: float, at: TokenContext) -> Callable[[Tensor], Tensor] | None
         )
     tp = axes["tp"]
 
-    def drop(p_BHST: Tensor) -> Tensor:
-        p_BSHT = p_BHST.transpose(1, 2)
-        B, S, H, T = p_BSHT.shape
-        layout = Layout((B, S, H * tp.size, T), p_BSHT.dtype, axes.mesh, (None, None, tp.names))  # of its own rows
-        how = {"key": tree.fold_in(0, "attention"), "count": draws_BS, "layout": layout}
-        return nn.dropout(p_BSHT, rate, **how).transpose(1, 2)
+    def drop(q_BSHK: Tensor, k_BTGK: Tensor) -> Dropped:
+        one_H = q_BSHK[0, 0, :, 0]
+        heads_H = random_words.positions(one_H, Layout((one_H.shape[0] * tp.size,), one_H.dtype, axes.mesh, (tp.names,)), axes)
+        words = random_words.beginnings(tree.fold_in(0, "attention"), "dropout", draws_BS)
+        return Dropped(torch.stack(words), heads_H * k_BTGK.shape[1], rate)
 
     return drop
 

@@ -1,23 +1,31 @@
 """Attention to one block of keys with its log-sum-exp, so that attentions to several blocks can be merged into one.
 
 Legend: B batch, S queries, T keys, H/G query/kv heads, K head width. Heads stand before positions, as kernels want it.
-A row that sees no key has the output 0 and the log-sum-exp -inf. Which kernel computes a block stands in `kernel_of`;
-where there is none (a cap of the scores, widths that no kernel has), it is two products, five backward, with the scores
-of this block in memory: so `attention_in_blocks` makes the blocks small.
-Sources: Dao 2023, arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682 (memory-efficient attention).
+A row that sees no key has the output 0 and the log-sum-exp -inf. Which kernel computes a block stands in `CHOICES`.
+Source: Dao 2023, arXiv 2307.08691.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fmegatron.nn.attention_masks import over_heads, soft_cap
+from fmegatron.nn.attention_masks import Sight, over_heads
 from fmegatron.nn.first_gradient import first_only
+from fmegatron.nn.tiled_attention import (
+    Dropped,
+    additive,
+    finite,
+    merged,
+    of_queries,
+    tiled,
+    tiled_backward,
+    wide,
+)
 from fmegatron.nn.torch_private import (
     efficient_on_cuda,
     efficient_on_cuda_backward,
@@ -36,67 +44,138 @@ __all__ = [
     "merged",
     "of_queries",
     "sinks_backward",
-    "skips_hidden",
     "wide",
     "with_sinks",
 ]
 
-Kernel = Literal["flash on the CPU", "flash", "memory-efficient"]
-_TILE = 1024  # keys of a block that no kernel computes, at least: its scores are in memory
-_TILES = 8  # blocks of keys at most, so that the graph of a long sequence stays short
+Kernel = Literal["flash on the CPU", "flash", "memory-efficient", "tiled"]
 
 
-def kernel_of(q_BHSK: Tensor, v_BGTK: Tensor, masked: bool, softcap: float | None) -> Kernel | None:
-    """Which of torch's kernels computes a block of attention, its log-sum-exp and its gradient; None: products do.
+class _Asked(NamedTuple):
+    """A block that is to be computed."""
+
+    device: str
+    dtype: torch.dtype
+    width: int
+    values: int
+    mask: bool
+    sight: bool
+    softcap: bool
+    dropout: bool
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALF, torch.float32, torch.float64)
+_MASKS_BY_POSITIONS = "makes no mask of positions and documents", lambda of: not of.sight
+_CAPS = "has no cap of the scores", lambda of: not of.softcap
+_DROPS = "has no dropout by keys", lambda of: not of.dropout
+_SAME = "wants values as wide as the keys", lambda of: of.width == of.values
+_ON_CUDA = "is CUDA's", lambda of: of.device == "cuda"
+_BY_EIGHT = "wants widths that 8 divides", lambda of: of.width % 8 == of.values % 8 == 0
+# The kernels in the order of preference, and of each what has to hold: (what it is where that does not hold, whether).
+_CHOICES: tuple[tuple[Kernel, tuple[tuple[str, Callable[[_Asked], bool]], ...]], ...] = (
+    (
+        "flash on the CPU",
+        (
+            ("is the CPU's", lambda of: of.device == "cpu"),
+            ("wants a floating dtype of 16 bits or more", lambda of: of.dtype in _FLOATS),
+            *(_SAME, _MASKS_BY_POSITIONS, _CAPS, _DROPS),
+        ),
+    ),
+    (
+        "flash",
+        (
+            _ON_CUDA,
+            ("wants 16 bits", lambda of: of.dtype in _HALF),
+            ("has no mask", lambda of: not of.mask),
+            ("wants heads of at most 256", lambda of: of.width <= 256),
+            *(_SAME, _BY_EIGHT, _MASKS_BY_POSITIONS, _CAPS, _DROPS),
+        ),
+    ),
+    (
+        "memory-efficient",
+        (
+            _ON_CUDA,
+            ("wants 16 bits or fp32", lambda of: of.dtype in _FLOATS[:3]),
+            *(_BY_EIGHT, _MASKS_BY_POSITIONS, _CAPS, _DROPS),
+        ),
+    ),
+    ("tiled", ()),
+)
+
+
+class Choice(NamedTuple):
+    """The kernel that computes a block of attention, and why not each of those that are preferred to it."""
+
+    kernel: Kernel
+    refused: tuple[tuple[Kernel, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {', '.join(why)}" for name, why in self.refused]
+        return "\n".join([*lines, f"{self.kernel}: taken"])
+
+
+def kernel_of(
+    q_BHSK: Tensor,
+    v_BGTK: Tensor,
+    mask: Tensor | Sight | None = None,
+    softcap: float | None = None,
+    dropped: Dropped | None = None,
+) -> Choice:
+    """Which kernel computes a block of attention, its log-sum-exp and its gradient; the arguments as of `block`.
 
     On the CPU flash, with masks and in fp64 too, for values as wide as the keys. On CUDA flash without a mask, in 16
-    bits, for heads of at most 256; else the memory-efficient one (masks, fp32, other widths of values). 8 divides the
-    widths of both. A cap of the scores no kernel knows.
+    bits, for heads of at most 256; the memory-efficient one for masks that are given, fp32, other widths of values. 8
+    divides the widths of both. All else, masks of positions and documents above all, is `tiled_attention`'s.
     """
-    width, values, dtype = q_BHSK.shape[-1], v_BGTK.shape[-1], q_BHSK.dtype
-    if softcap is not None or dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return None
-    if q_BHSK.device.type == "cpu":
-        return "flash on the CPU" if width == values else None
-    if q_BHSK.device.type != "cuda" or dtype == torch.float64 or width % 8 or values % 8:
-        return None
-    if not masked and width == values and width <= 256 and dtype != torch.float32:
-        return "flash"
-    return "memory-efficient"
+    sight = isinstance(mask, Sight)
+    asked = _Asked(
+        q_BHSK.device.type,
+        q_BHSK.dtype,
+        q_BHSK.shape[-1],
+        v_BGTK.shape[-1],
+        mask is not None and not sight,
+        sight,
+        softcap is not None,
+        dropped is not None,
+    )
+    refused = []
+    for name, conditions in _CHOICES:
+        why = tuple(text for text, holds in conditions if not holds(asked))
+        if not why:
+            return Choice(name, tuple(refused))
+        refused.append((name, why))
+    raise AssertionError("the last takes all")
 
 
 def block(
     q_BHSK: Tensor,
     k_BGTK: Tensor,
     v_BGTK: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | Sight | None = None,
     causal: bool = False,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`q[B, H, S, K], k, v[B, G, T, K] -> (o[B, H, S, K], lse[B, H, S])`, normalised within the block; no gradient.
 
-    mask: bool, broadcast to [B, H, S, T]. causal: the mask of equal positions of queries and keys, S == T. lse is wide
-    (fp32, or fp64 of fp64), o has q's dtype. softcap: of the scores, which no kernel knows.
+    mask: bool, broadcast to [B, H, S, T], or what it is made of. causal: the mask of equal positions of queries and
+    keys, S == T. lse is wide (fp32, or fp64 of fp64), o has q's dtype. softcap: of the scores.
     """
-    kernel = kernel_of(q_BHSK, v_BGTK, mask is not None, softcap)
+    kernel = kernel_of(q_BHSK, v_BGTK, mask, softcap).kernel
+    if kernel == "tiled" or isinstance(mask, Sight):
+        return tiled(q_BHSK, k_BGTK, v_BGTK, mask, causal, softcap)
     if kernel == "flash on the CPU":
-        o, lse = flash_on_cpu(q_BHSK, k_BGTK, v_BGTK, causal, _additive(q_BHSK, mask))
+        o, lse = flash_on_cpu(q_BHSK, k_BGTK, v_BGTK, causal, additive(q_BHSK, mask))
         return o, lse if mask is None else lse.masked_fill(~mask.any(-1), -math.inf)
     if kernel == "flash":
         return flash_on_cuda(q_BHSK, k_BGTK, v_BGTK, causal)
-    if kernel == "memory-efficient":
-        k_BHTK, v_BHTK = of_queries(k_BGTK, q_BHSK), of_queries(v_BGTK, q_BHSK)
-        if mask is None:
-            return efficient_on_cuda(q_BHSK, k_BHTK, v_BHTK, causal, None)
-        # A row that sees nothing sees everything here, as what the kernel makes of none is not said anywhere.
-        sees = mask.any(-1, keepdim=True)
-        o, lse = efficient_on_cuda(q_BHSK, k_BHTK, v_BHTK, causal, _additive(q_BHSK, mask | ~sees))
-        return o.masked_fill(~sees, 0.0), lse.masked_fill(~sees[..., 0], -math.inf)
-    s_BHST = _capped(q_BHSK @ of_queries(k_BGTK, q_BHSK).mT, q_BHSK, softcap)
-    s_BHST = _seen(s_BHST, mask, causal)
-    lse = s_BHST.logsumexp(-1)
-    p_BHST = (s_BHST - _finite(lse)[..., None]).exp()
-    return p_BHST.to(v_BGTK.dtype) @ of_queries(v_BGTK, q_BHSK), lse
+    k_BHTK, v_BHTK = of_queries(k_BGTK, q_BHSK), of_queries(v_BGTK, q_BHSK)
+    if mask is None:
+        return efficient_on_cuda(q_BHSK, k_BHTK, v_BHTK, causal, None)
+    # A row that sees nothing sees everything here, as what the kernel makes of none is not said anywhere.
+    sees = mask.any(-1, keepdim=True)
+    o, lse = efficient_on_cuda(q_BHSK, k_BHTK, v_BHTK, causal, additive(q_BHSK, mask | ~sees))
+    return o.masked_fill(~sees, 0.0), lse.masked_fill(~sees[..., 0], -math.inf)
 
 
 def block_backward(
@@ -105,7 +184,7 @@ def block_backward(
     k_BGTK: Tensor,
     v_BGTK: Tensor,
     out: tuple[Tensor, Tensor],
-    mask: Tensor | None = None,
+    mask: Tensor | Sight | None = None,
     causal: bool = False,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,38 +203,17 @@ def block_backward(
         causal: as of `block`.
         softcap: as of `block`.
     """
-    o_BHSK, lse_BHS = out[0], _finite(out[1])
-    kernel = kernel_of(q_BHSK, v_BGTK, mask is not None, softcap)
-    if kernel is not None:
-        given = (do_BHSK.to(q_BHSK.dtype), q_BHSK, k_BGTK, v_BGTK, o_BHSK.to(q_BHSK.dtype), lse_BHS, causal)
-        if kernel == "flash on the CPU":
-            return flash_on_cpu_backward(*given, _additive(q_BHSK, mask))
-        if kernel == "flash":
-            return flash_on_cuda_backward(*given)
-        do, q, k, v, o, lse, _ = given
-        k, v = of_queries(k, q), of_queries(v, q)
-        dq, dk, dv = efficient_on_cuda_backward(do, q, k, v, o, lse, causal, _additive(q, mask))
-        return dq, _of_keys(dk, k_BGTK), _of_keys(dv, v_BGTK)
-    # Keys before queries: equal to no product of the forward, which a partition into forward and backward would keep.
-    dtype, k_BHTK, v_BHTK = q_BHSK.dtype, of_queries(k_BGTK, q_BHSK), of_queries(v_BGTK, q_BHSK)
-    s_BHTS, do_BHSK = _capped(k_BHTK @ q_BHSK.mT, q_BHSK, softcap), do_BHSK.to(dtype)
-    p_BHTS = (_seen(s_BHTS, mask, causal, transposed=True) - lse_BHS[..., None, :]).exp()
-    of_rows_BHS = wide(do_BHSK * o_BHSK).sum(-1)
-    ds_BHTS = p_BHTS * (wide(v_BHTK @ do_BHSK.mT) - of_rows_BHS[..., None, :]) * q_BHSK.shape[-1] ** -0.5
-    if softcap is not None:
-        ds_BHTS = ds_BHTS * (1 - (s_BHTS / softcap).square())  # of cap tanh(x / cap)
-    ds_BHTS = ds_BHTS.to(dtype)
-    dk, dv = _of_keys(ds_BHTS @ q_BHSK, k_BGTK), _of_keys(p_BHTS.to(dtype) @ do_BHSK, v_BGTK)
-    return ds_BHTS.mT @ k_BHTK, dk.to(k_BGTK.dtype), dv.to(v_BGTK.dtype)
-
-
-def merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two attentions (o, lse) of the same queries to different keys as one; o as wide as the log-sum-exp."""
-    (o, lse), (o2, lse2) = first, second
-    both = torch.logaddexp(lse, lse2)
-    safe = _finite(both)
-    a, b = ((x - safe).exp()[..., None] for x in (lse, lse2))
-    return o.to(both.dtype) * a + o2.to(both.dtype) * b, both
+    do, o, lse = do_BHSK.to(q_BHSK.dtype), out[0].to(q_BHSK.dtype), finite(out[1])
+    kernel = kernel_of(q_BHSK, v_BGTK, mask, softcap).kernel
+    if kernel == "tiled" or isinstance(mask, Sight):
+        return tiled_backward((q_BHSK, k_BGTK, v_BGTK), (do, o, lse), mask, causal, softcap)
+    if kernel == "flash on the CPU":
+        return flash_on_cpu_backward(do, q_BHSK, k_BGTK, v_BGTK, o, lse, causal, additive(q_BHSK, mask))
+    if kernel == "flash":
+        return flash_on_cuda_backward(do, q_BHSK, k_BGTK, v_BGTK, o, lse, causal)
+    k, v = of_queries(k_BGTK, q_BHSK), of_queries(v_BGTK, q_BHSK)
+    dq, dk, dv = efficient_on_cuda_backward(do, q_BHSK, k, v, o, lse, causal, additive(q_BHSK, mask))
+    return dq, _of_keys(dk, k_BGTK), _of_keys(dv, v_BGTK)
 
 
 def attention_with_lse(
@@ -197,61 +255,69 @@ class _WithLse(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def skips_hidden(q_BHSK: Tensor, v_BGTK: Tensor) -> bool:
-    """Whether a causal `block` of these computes only what its mask lets through, half of the block."""
-    return kernel_of(q_BHSK, v_BGTK, masked=False, softcap=None) is not None
-
-
 def attention_in_blocks(
     q_BSHK: Tensor,
     k_BTGK: Tensor,
     v_BTGK: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | Sight | None = None,
     *,
     sinks_H: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    dropped: Dropped | None = None,
 ) -> Tensor:
-    """`attention` with sinks or a cap of the scores -> o[B, S, H, K]: what is kept is q, k, v, o and a number a query.
+    """`attention` of `block` -> o[B, S, H, K]: what is kept is q, k, v, o and a number a query.
 
-    A kernel computes it whole where there is one, else blocks of some 1,024 keys one after the other, of which those
-    that a causal mask hides are left out. First gradients only, as of torch's kernels. Arguments as of `attention`.
+    First gradients only, as of torch's kernels. Arguments as of `attention`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
     q = q if scale is None else q * (scale * q.shape[-1] ** 0.5)
-    return _InBlocks.apply(q, k, v, over_heads(mask), sinks_H, softcap).transpose(1, 2)
+    mask = mask if isinstance(mask, Sight) else over_heads(mask)
+    given = () if mask is None else tuple(mask[:2]) if isinstance(mask, Sight) else (mask,)
+    window = mask.window if isinstance(mask, Sight) else None
+    how = _How(isinstance(mask, Sight), window, softcap, 0.0 if dropped is None else dropped.rate)
+    words = (None, None) if dropped is None else dropped[:2]
+    return _InBlocks.apply(q, k, v, sinks_H, how, *words, *given).transpose(1, 2)
+
+
+class _How(NamedTuple):
+    """What of a mask, a cap and dropout is no tensor."""
+
+    by_positions: bool
+    window: int | None
+    softcap: float | None
+    rate: float
+
+    def of(self, words: Tensor | None, heads: Tensor | None, given: tuple[Tensor, ...]) -> tuple:
+        """(mask, causal, softcap, dropped) of `tiled`; without dropout the arguments of `block` behind q, k and v."""
+        mask = Sight(*given, self.window) if self.by_positions else given[0] if given else None
+        rest = () if words is None or heads is None else (Dropped(words, heads, self.rate),)
+        return mask, mask is None, self.softcap, *rest
 
 
 class _InBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, sinks, softcap):
-        ctx.softcap, found = softcap, {}
-        for row, _, seen in _tiles(q, k, v, mask, softcap):
-            more = block(*seen.of(q, k, v), softcap=softcap)
-            found[row] = merged(found[row], more) if row in found else more
-        o, lse = _joined(found, 0), _joined(found, 1)
+    def forward(ctx, q, k, v, sinks, how: _How, words, heads, *given):
+        ctx.how = how
+        o, lse = (block if words is None else tiled)(q, k, v, *how.of(words, heads, given))
         if sinks is not None:
             o, lse = with_sinks(o, lse, sinks)
         o = o.to(v.dtype)
-        ctx.save_for_backward(q, k, v, o, lse, mask, sinks)
+        ctx.save_for_backward(q, k, v, o, lse, sinks, words, heads, *given)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, o, lse, mask, sinks = ctx.saved_tensors
-        softcap = ctx.softcap
-        dq_of, dkv_of = {}, {}
-        for row, column, seen in _tiles(q, k, v, mask, softcap):
-            out = seen.rows_of(o), seen.rows_of(lse)
-            q_row, k_column, v_column, part, causal = seen.of(q, k, v)
-            dq, *dkv = block_backward(seen.rows_of(do), q_row, k_column, v_column, out, part, causal, softcap)
-            dq_of[row] = _added(dq_of.get(row), (dq,))
-            dkv_of[column] = _added(dkv_of.get(column), dkv)
-        found = _joined(dq_of, 0), _joined(dkv_of, 0), _joined(dkv_of, 1)
-        grads = [g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True)]
+        q, k, v, o, lse, sinks, words, heads, *given = ctx.saved_tensors
+        rest = ctx.how.of(words, heads, tuple(given))
+        if words is None:
+            found = block_backward(do, q, k, v, (o, lse), *rest)
+        else:
+            found = tiled_backward((q, k, v), (do, o, lse), *rest)
+        dq, dk, dv = (g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
         dsinks = None if sinks is None else sinks_backward(do, o, lse, sinks).sum((0, 2)).to(sinks.dtype)
-        dq, dk, dv, dsinks = first_only("attention with sinks or a cap", (*grads, dsinks))
-        return dq, dk, dv, None, dsinks, None
+        dq, dk, dv, dsinks = first_only("attention with sinks, a cap, dropout or a mask of positions", (dq, dk, dv, dsinks))
+        return dq, dk, dv, dsinks, None, None, None, *(None for _ in given)
 
 
 def with_sinks(o_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,87 +332,7 @@ def sinks_backward(do_BHSK: Tensor, o_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Te
     return -p_BHS * (do_BHSK.to(lse_BHS.dtype) * o_BHSK).sum(-1)
 
 
-def of_queries(x_BGTK: Tensor, q: Tensor) -> Tensor:
-    """Heads of keys [B, G, T, K] as often as queries [B, H, S, K] use them: [B, H, T, K]."""
-    return x_BGTK.repeat_interleave(q.shape[1] // x_BGTK.shape[1], 1)
-
-
-def wide(x: Tensor) -> Tensor:
-    """In fp32, or fp64 of fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 # ---- details ---------------------------------------------------------------------------------------------------------
-class _Seen(NamedTuple):
-    """A block: its queries and keys (None: all of them), its part of the mask, and whether it is causal itself."""
-
-    rows: slice | None
-    keys: slice | None
-    mask: Tensor | None
-    causal: bool
-
-    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-        """The first arguments of `block`."""
-        k, v = (x if self.keys is None else x[:, :, self.keys] for x in (k, v))
-        return self.rows_of(q), k, v, self.mask, self.causal
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        return x if self.rows is None else x[:, :, self.rows]
-
-
-def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None) -> Iterator[tuple]:
-    """(number of the rows, number of the keys, `_Seen`) of the blocks in turn."""
-    total = k.shape[2]
-    if total <= _TILE or kernel_of(q, v, mask is not None, softcap) is not None:
-        yield 0, 0, _Seen(None, None, mask, mask is None)
-        return
-    size = max(_TILE, -(-total // _TILES))
-    parts = [slice(start, min(start + size, total)) for start in range(0, total, size)]
-    if mask is not None:
-        for column, keys in enumerate(parts):
-            yield 0, column, _Seen(None, keys, mask[..., keys], False)
-        return
-    for row, rows in enumerate(parts):
-        for column, keys in enumerate(parts[: row + 1]):
-            yield row, column, _Seen(rows, keys, None, row == column)
-
-
-def _added(first: Sequence[Tensor] | None, second: Sequence[Tensor]) -> list[Tensor]:
-    """Wide, where there is something to add."""
-    return list(second) if first is None else [wide(x) + wide(y) for x, y in zip(first, second, strict=True)]
-
-
-def _joined(found: dict[int, Sequence[Tensor]], which: int) -> Tensor:
-    """Along the positions."""
-    parts = [found[n][which] for n in sorted(found)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _additive(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, -math.inf)
-
-
-def _capped(products: Tensor, q: Tensor, softcap: float | None) -> Tensor:
-    """Scores of products of queries and keys."""
-    scores = wide(products) * q.shape[-1] ** -0.5
-    return scores if softcap is None else soft_cap(scores, softcap)
-
-
-def _seen(scores: Tensor, mask: Tensor | None, causal: bool, transposed: bool = False) -> Tensor:
-    """Scores [B, H, S, T] of the keys that a query sees, -inf of the others; transposed: [B, H, T, S]."""
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        mask = mask.triu() if transposed else mask.tril()
-    elif mask is not None and transposed:
-        mask = mask.mT
-    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """The log-sum-exp, 0 where nothing is seen: exp(-inf - 0) is 0, exp(-inf - -inf) is not a number."""
-    return torch.where(lse == -math.inf, 0.0, lse)
-
-
 def _of_keys(x_BHTK: Tensor, k: Tensor) -> Tensor:
     """The sum over the heads of queries that use a head of keys."""
     return x_BHTK.unflatten(1, (k.shape[1], -1)).sum(2)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Causal", "over_heads", "soft_cap", "visible"]
+__all__ = ["Causal", "Sight", "over_heads", "sight", "soft_cap", "visible"]
 
 
 class Causal(NamedTuple):
@@ -24,6 +24,29 @@ class Causal(NamedTuple):
     documents: Tensor | None = None
     window: int | None = None
     zigzag: bool = False
+
+
+class Sight(NamedTuple):
+    """What a mask is made of, where kernels make it: a query sees keys at its own position or before, of its document.
+
+    at_queries: int64 [1 or 2, 1 or B, S], positions, then documents if there are any. at_keys: the same [.., T].
+    window: of positions; None: all before.
+    """
+
+    at_queries: Tensor
+    at_keys: Tensor
+    window: int | None = None
+
+
+def sight(queries: Causal, keys: Causal | None = None) -> Sight:
+    """What queries of these tokens see of these keys, of None the same tokens, within the window of the queries."""
+    at = _stacked(queries)
+    return Sight(at, at if keys is None else _stacked(keys), queries.window)
+
+
+def _stacked(of: Causal) -> Tensor:
+    positions = of.positions if of.positions.dim() == 2 else of.positions[None]
+    return positions[None] if of.documents is None else torch.stack((positions.expand_as(of.documents), of.documents))
 
 
 def visible(

@@ -26,11 +26,10 @@ from fmegatron.nn.attention_blocks import (
     block_backward,
     merged,
     sinks_backward,
-    skips_hidden,
     wide,
     with_sinks,
 )
-from fmegatron.nn.attention_masks import Causal, visible
+from fmegatron.nn.attention_masks import Causal, Sight, sight
 from fmegatron.nn.dense_attention import attention
 from fmegatron.nn.first_gradient import first_only
 
@@ -64,7 +63,7 @@ def ring_attention(
         v_BSGK: their values, of another width if need be.
         causal: positions, documents, window, order of these tokens.
         cp: over which the sequence is split.
-        softcap: of the scores, which are in memory then, of one block at a time.
+        softcap: of the scores.
         sinks_H: a logit of each head (`attention`): like one key more, of value 0, behind all blocks. Its gradient is
             this rank's term.
 
@@ -79,9 +78,8 @@ def ring_attention(
             f"ring gives each rank two parts of the sequence; pad it to a multiple of {2 * cp.size}"
         )
     masked = not balanced or documents is not None or window is not None
-    whole = not masked and softcap is None and skips_hidden(q_BSHK, v_BSGK)
-    how = _Ring(cp, window, balanced, masked, softcap, whole)
-    at = _stacked(positions, documents)
+    how = _Ring(cp, window, balanced, masked, softcap)
+    at = sight(causal).at_queries
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)
 
@@ -97,14 +95,13 @@ def gathered_attention(
 ) -> Tensor:
     """The same with keys and values of all ranks gathered, in one collective; their gradients are reduce-scattered.
 
-    Memory for all keys and a mask [B, S, T]. Arguments as of `ring_attention`.
+    Memory for all keys. Arguments as of `ring_attention`.
     Source: Llama team 2024, arXiv 2407.21783, section 3.3.2.
     """
-    positions, documents, window, _ = causal
     kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
     k_BTGK, v_BTGK = kv_BTGK.split((k_BSGK.shape[-1], v_BSGK.shape[-1]), -1)
-    mask = visible(positions, all_gather(positions, cp, -1), window, documents, _gathered(documents, cp))
-    return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)
+    keys = Causal(all_gather(causal.positions, cp, -1), _gathered(causal.documents, cp))
+    return attention(q_BSHK, k_BTGK, v_BTGK, sight(causal, keys), softcap=softcap, sinks_H=sinks_H)
 
 
 def ulysses_attention(
@@ -185,9 +182,7 @@ def zigzag(length: int, n: int) -> Tensor:
 
 
 def _local(q_BSHK, k_BSGK, v_BSGK, causal: Causal, softcap=None, sinks_H=None) -> Tensor:
-    positions, documents, window, _ = causal
-    mask = visible(positions, positions, window, documents, documents)
-    return attention(q_BSHK, k_BSGK, v_BSGK, mask, softcap=softcap, sinks_H=sinks_H)
+    return attention(q_BSHK, k_BSGK, v_BSGK, causal, softcap=softcap, sinks_H=sinks_H)
 
 
 def _of_heads(sinks_H: Tensor, cp: axes.Axis, tp: axes.Axis | None) -> Tensor:
@@ -207,31 +202,21 @@ def _gathered(documents: Tensor | None, cp: axes.Axis) -> Tensor | None:
     return None if documents is None else all_gather(documents, cp, -1)
 
 
-def _stacked(positions: Tensor, documents: Tensor | None) -> Tensor:
-    """[1, .., S] of positions, or [2, B, S] with documents: what travels with the keys."""
-    positions = positions if positions.dim() == 2 else positions[None]
-    return positions[None] if documents is None else torch.stack((positions.expand_as(documents), documents))
-
-
 # ---- the ring --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Ring:
-    """masked: whether masks are made of positions and documents, or none is needed but the diagonal's. whole: whether
-    both chunks of a rank's own keys are one causal block, as good as the three of four parts that it sees."""
+    """masked: whether masks are made of positions and documents, or none is needed but the diagonal's: both chunks of a
+    rank's own keys are one causal block then, of which kernels compute the three of four parts that it sees."""
 
     cp: axes.Axis
     window: int | None
     balanced: bool
     masked: bool
     softcap: float | None = None
-    whole: bool = False
 
-    def seen(self, at_q: Tensor, at_k: Tensor, diagonal: bool = False) -> tuple[Tensor | None, bool]:
-        """(mask, causal) of a block."""
-        if not self.masked:
-            return None, diagonal
-        doc_q, doc_k = (at[1] if at.shape[0] == 2 else None for at in (at_q, at_k))
-        return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False
+    def seen(self, at_q: Tensor, at_k: Tensor) -> Sight | None:
+        """The mask of a block."""
+        return Sight(at_q, at_k, self.window) if self.masked else None
 
     def round(self, kv: Tensor, at: Tensor):
         """(hop, keys, values, their positions) of every block in turn; the next one is under way meanwhile."""
@@ -289,14 +274,13 @@ def _travelling(k, v, at, how: _Ring) -> tuple[Tensor, Tensor]:
 def _plain(how, hop, found, rows, keys):
     """[(o, lse)] with one block more."""
     (q, at), (k, v, at_k) = rows, keys
-    mask, causal = how.seen(at, at_k)
-    more = block(q, k, v, mask, causal, how.softcap)
+    more = block(q, k, v, how.seen(at, at_k), softcap=how.softcap)
     return [merged(found[0], more) if hop else more]
 
 
 def _plain_backward(how, hop, rows, keys):
     (q, at, do, o, lse), (k, v, at_k) = rows, keys
-    return [wide(g) for g in block_backward(do, q, k, v, (o, lse), *how.seen(at, at_k), softcap=how.softcap)]
+    return [wide(g) for g in block_backward(do, q, k, v, (o, lse), how.seen(at, at_k), softcap=how.softcap)]
 
 
 # ---- balanced: of a block that came from rank s, rank r needs two of four parts --------------------------------------
@@ -314,18 +298,17 @@ def _earlier(how: _Ring, hop: int, like: Tensor) -> Tensor:
 
 def _balanced(how, hop, found, rows, keys):
     """[(o, lse) of the first chunk of queries, of the second] with the block of one hop more."""
-    if how.whole and hop == 0:
-        return list(zip(*map(_halves, block(rows[0], *keys[:2], causal=True)), strict=True))
+    if hop == 0 and not how.masked:
+        return list(zip(*map(_halves, block(rows[0], *keys[:2], None, True, how.softcap)), strict=True))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (k0, k1), (v0, v1), (b0, b1) = pairs
 
-    def attention(q, a, k, v, b, diagonal=False):
-        mask, causal = how.seen(a, b, diagonal)
-        return block(q, k, v, mask, causal, how.softcap)
+    def attention(q, a, k, v, b):
+        return block(q, k, v, how.seen(a, b), softcap=how.softcap)
 
     low = attention(q1, a1, k0, v0, b0)
     if hop == 0:
-        return [attention(q0, a0, k0, v0, b0, True), merged(low, attention(q1, a1, k1, v1, b1, True))]
+        return [attention(q0, a0, k0, v0, b0), merged(low, attention(q1, a1, k1, v1, b1))]
     earlier = _earlier(how, hop, q0)
     q, a, k, v, b = (torch.where(earlier, x, y) for x, y in pairs)
     o, lse = attention(q, a, k, v, b)
@@ -334,20 +317,20 @@ def _balanced(how, hop, found, rows, keys):
 
 
 def _balanced_backward(how, hop, rows, keys):
-    if how.whole and hop == 0:
+    if hop == 0 and not how.masked:
         (q, _, do, o, lse), (k, v, _) = rows, keys
-        return list(map(wide, block_backward(do, q, k, v, (o, lse), causal=True)))
+        return list(map(wide, block_backward(do, q, k, v, (o, lse), None, True, how.softcap)))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (do0, do1), (o0, o1), (l0, l1), (k0, k1), (v0, v1), (b0, b1) = pairs
 
     def backward(do, q, k, v, o, lse, seen):
-        return block_backward(do, q, k, v, (o, lse), *seen, softcap=how.softcap)
+        return block_backward(do, q, k, v, (o, lse), seen, softcap=how.softcap)
 
     dq1, dk0, dv0 = map(wide, backward(do1, q1, k0, v0, o1, l1, how.seen(a1, b0)))
     if hop == 0:
-        dq0, *more = map(wide, backward(do0, q0, k0, v0, o0, l0, how.seen(a0, b0, diagonal=True)))
+        dq0, *more = map(wide, backward(do0, q0, k0, v0, o0, l0, how.seen(a0, b0)))
         dk0, dv0 = dk0 + more[0], dv0 + more[1]
-        more, dk1, dv1 = map(wide, backward(do1, q1, k1, v1, o1, l1, how.seen(a1, b1, diagonal=True)))
+        more, dk1, dv1 = map(wide, backward(do1, q1, k1, v1, o1, l1, how.seen(a1, b1)))
         return _joined((dq0, dq1 + more), (dk0, dk1), (dv0, dv1))
     earlier = _earlier(how, hop, q0)
     q, a, do, o, lse, k, v, b = (torch.where(earlier, x, y) for x, y in pairs)

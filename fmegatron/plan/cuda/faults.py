@@ -27,7 +27,7 @@ _WAITS = frozenset(
 # And of ours, with what they read: an exchange of rows sends as many as a tensor says.
 _OURS = MappingProxyType({"all_to_all_rows": "counts of rows", "grouped_mm": "the ends of groups"})
 _OF_TORCH = frozenset({"aten", "prims", "prim", "_c10d_functional", "inductor", "higher_order"})
-_ATTENTION = re.compile(r"(scaled_dot_product|flash|efficient)_?\w*attention|flex_attention")
+_ATTENTION = re.compile(r"(scaled_dot_product|flash|efficient|tiled)_?\w*attention|flex_attention")
 
 
 def on_host(graph: Graph) -> list[str]:

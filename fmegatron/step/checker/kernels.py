@@ -21,7 +21,7 @@ Node = torch.fx.Node
 _ATTENTION = tuple(
     f"_scaled_dot_product_{kernel}"
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-)
+) + ("tiled_attention",)
 _SQUARE = (
     "linalg_inv_ex linalg_cholesky_ex _linalg_eigh _linalg_svd linalg_lu_factor_ex linalg_ldl_factor_ex _linalg_det"
 )
@@ -34,7 +34,8 @@ _MAXIMA = "max_pool2d_with_indices adaptive_max_pool2d"
 def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
     """q[B, H, S, E], k and v[B, H, T, E] -> [output, logsumexp, ...]: heads, batch run along; T and E must be whole.
 
-    The signatures of torch's CPU, flash, memory-efficient and cuDNN kernels agree in what matters here.
+    The signatures of torch's CPU, flash, memory-efficient and cuDNN kernels, and of `nn.tiled_attention`, agree in what
+    matters here.
     """
     q, k, v = _located(scope, node, given)
     parts = over(k.dims[2]) & over(v.dims[2])
@@ -110,13 +111,31 @@ def _vague(t: Value) -> dict[str, Mark]:
 
 
 def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
-    """Queries with what is known of the rows of their mask [.., S, T]; all of T is there, as of keys."""
+    """Queries with what is known of the rows of their mask [.., S, T], all of whose T is there, as of keys, or of what
+    it is made of: positions and documents of queries [N, B, S] and of keys [N, B, T], and words [2, B, S] of dropout."""
+    for name in ("at_query", "words"):
+        if (rows := given.get(name)) is not None:
+            q = _with(scope, node, q, (0, 2), rows.with_dims(rows.dims[1:]), rows)
+    if (keys := given.get("at_key")) is not None:
+        keys = along(scope, node, keys, 2, "positions of attention keys")
+        q = _with(scope, node, q, (0,), keys.with_dims((keys.dims[1],)), keys)
+    if (heads := given.get("first_of_heads")) is not None:
+        q = _with(scope, node, q, (1,), heads, heads)
     mask = _mask_of(given)
     if mask is None:
         return q
     mask = along(scope, node, mask, len(mask.dims) - 1, "attention mask")
     rows = elementwise(scope, node, "function", [q.with_dims((*q.dims[:3], ())), mask.with_dims((*mask.dims[:-1], ()))])
     return replace(q, dims=rows.dims).marked(rows.marks)
+
+
+def _with(scope: Scope, node: Node, q: Value, dims: tuple[int, ...], x: Value, whole: Value) -> Value:
+    """Queries with what is known of a value along some of their dims; its first dim says what its numbers are."""
+    if x is not whole:
+        x = x.marked(along(scope, node, whole, 0, "kinds of numbers").marks)
+    own = q.with_dims(dim if d in dims else () for d, dim in enumerate(q.dims))
+    met = elementwise(scope, node, "function", [own, x.with_dims(x.dims[dims.index(d)] if d in dims else () for d in range(4))])
+    return replace(q, dims=tuple(new if d in dims else dim for d, (new, dim) in enumerate(zip(met.dims, q.dims, strict=True)))).marked(met.marks)
 
 
 def _mask_of(given: dict) -> Value | None:
