@@ -3,7 +3,7 @@
 from fmegatron.moved import no_name as _no_name
 from fmegatron.nn.attention_masks import Causal
 from fmegatron.nn.context_parallel import ring_attention
-from fmegatron.nn.dense_attention import attention
+from fmegatron.nn.dense_attention import attention, attention_kernel
 from fmegatron.nn.embedding import embed
 from fmegatron.nn.gather import gather_tree
 from fmegatron.nn.linear import column_parallel, row_parallel
@@ -27,6 +27,7 @@ __all__ = [
     "Yarn",
     "apply_rope",
     "attention",
+    "attention_kernel",
     "chunked_cross_entropy",
     "column_parallel",
     "cross_entropy",

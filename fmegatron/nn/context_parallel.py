@@ -100,7 +100,8 @@ def gathered_attention(
     """
     kv_BTGK = all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)
     k_BTGK, v_BTGK = kv_BTGK.split((k_BSGK.shape[-1], v_BSGK.shape[-1]), -1)
-    keys = Causal(all_gather(causal.positions, cp, -1), _gathered(causal.documents, cp))
+    positions_T = all_gather(causal.positions, cp, -1)
+    keys = Causal(positions_T, _gathered(causal.documents, cp))
     return attention(q_BSHK, k_BTGK, v_BTGK, sight(causal, keys), softcap=softcap, sinks_H=sinks_H)
 
 

@@ -55,13 +55,14 @@ def backward(
     out: (gradient of the output, output, log-sum-exp). sums_BHS: fp32, memory for the products of the first two.
     """
     (do, o, lse), (dq, dk, dv), tile = out, found, _tile(given, 64, 64)
+    fewer = {**tile, "M": min(tile["M"], 32)}  # a tile of keys adds up two gradients
     rows = (given.q, given.k, given.v, do, o, dq, lse, sums_BHS)
     keys = (given.q, given.k, given.v, do, dk, dv, lse, sums_BHS)
     (B, H, S, _), (_, G, T, _) = given.q.shape, given.k.shape
     of_rows, of_keys = (-(-S // tile["M"]), B * H), (-(-T // tile["N"]), B * G)
     return [
         Launch(_backward_of_queries, of_rows, (rows, *_rest(given, rows)), tile),
-        Launch(_backward_of_keys, of_keys, (keys, *_rest(given, keys)), tile),
+        Launch(_backward_of_keys, of_keys, (keys, *_rest(given, keys)), fewer),
     ]
 
 
@@ -88,7 +89,7 @@ def _rest(given: Given, arrays: tuple[Tensor, ...]) -> tuple[Any, ...]:
     seen = (mask, *at, *words, given.first_of_heads)
     strides = tuple(None if x is None else x.stride() for x in seen)
     dropped, factor = round(given.rate * 2**32), 1 / (1 - given.rate) if given.rate < 1 else 0.0
-    numbers = (width**-0.5, given.softcap, given.window, True if given.causal else None, dropped, factor)
+    numbers = (width**-0.5, given.softcap, given.window, 1 if given.causal else None, dropped, factor)
     return tuple(x.stride() for x in arrays), (seen, strides, (H, G, S, T, width, values), numbers)
 
 
@@ -100,7 +101,7 @@ def _jit(fn: Callable) -> Any:
 @_jit
 def _ends(numbers, strides, b, i, inside):
     """(least, largest) of the positions or documents of a tile's tokens."""
-    x = tl.load(numbers + b * strides[0] + i * strides[1], mask=inside, other=0)
+    x = tl.load(numbers + b * strides[0] + i.to(tl.int64) * strides[1], mask=inside, other=0)
     most = 0x7FFFFFFFFFFFFFFF
     return tl.min(tl.where(inside, x, most), 0), tl.max(tl.where(inside, x, -most), 0)
 
@@ -133,21 +134,22 @@ def _pairs(how, b, h, i, j):
     seen, strides, sizes, numbers = how
     mask, at_q, at_k, in_q, in_k, _, _, _ = seen
     in_rows, in_keys = i < sizes[2], j < sizes[3]
+    i64, j64 = i.to(tl.int64), j.to(tl.int64)
     found = in_rows & in_keys
     if numbers[3] is not None:
         found = found & (i >= j)
     if at_q is not None:
-        gap = tl.load(at_q + b * strides[1][0] + i * strides[1][1], mask=in_rows, other=0)
-        gap = gap - tl.load(at_k + b * strides[2][0] + j * strides[2][1], mask=in_keys, other=0)
+        gap = tl.load(at_q + b * strides[1][0] + i64 * strides[1][1], mask=in_rows, other=0).to(tl.int32)
+        gap = gap - tl.load(at_k + b * strides[2][0] + j64 * strides[2][1], mask=in_keys, other=0).to(tl.int32)
         found = found & (gap >= 0)
         if numbers[2] is not None:
             found = found & (gap < numbers[2])
     if in_q is not None:
-        document = tl.load(in_q + b * strides[3][0] + i * strides[3][1], mask=in_rows, other=0)
-        other = tl.load(in_k + b * strides[4][0] + j * strides[4][1], mask=in_keys, other=0)
+        document = tl.load(in_q + b * strides[3][0] + i64 * strides[3][1], mask=in_rows, other=0)
+        other = tl.load(in_k + b * strides[4][0] + j64 * strides[4][1], mask=in_keys, other=0)
         found = found & (document == other)
     if mask is not None:
-        at = mask + b * strides[0][0] + h * strides[0][1] + i * strides[0][2] + j * strides[0][3]
+        at = mask + b * strides[0][0] + h * strides[0][1] + i64 * strides[0][2] + j64 * strides[0][3]
         found = found & (tl.load(at, mask=found, other=0) != 0)
     return found
 
@@ -181,6 +183,7 @@ def _kept(p, how, b, h, i, j):
     if first is not None:
         at = tl.load(first_of_heads + h * strides[7][0]) + j
         in_rows = i < sizes[2]
+        i = i.to(tl.int64)
         one = tl.load(first + b * strides[5][0] + i * strides[5][1], mask=in_rows, other=0)
         other = tl.load(second + b * strides[6][0] + i * strides[6][1], mask=in_rows, other=0)
         word = _mix(at.to(tl.uint32) ^ one.to(tl.uint32)) ^ (at >> 32).to(tl.uint32) ^ other.to(tl.uint32)
@@ -189,20 +192,23 @@ def _kept(p, how, b, h, i, j):
 
 
 @_jit
-def _rows(x, strides, b, h, i, ends, PADDED: tl.constexpr):
-    """[len(i), PADDED] of an array [B, H, S, K]: rows of i, zeros behind the ends of both."""
+def _rows(x, strides, b, h, start, ends, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """[ROWS, PADDED] of an array [B, H, S, K], from a row on; zeros behind the ends of rows and of the width."""
     width, most = ends
-    c = tl.arange(0, PADDED)
-    at = x + b * strides[0] + h * strides[1] + i[:, None] * strides[2] + c[None, :] * strides[3]
-    return tl.load(at, mask=(i < most)[:, None] & (c < width)[None, :], other=0.0)
+    r, c = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    x += b * strides[0] + h * strides[1] + start.to(tl.int64) * strides[2]
+    inside = (start + r < most)[:, None] & (c < width)[None, :]
+    return tl.load(x + r[:, None] * strides[2] + c[None, :] * strides[3], mask=inside, other=0.0)
 
 
 @_jit
-def _put(x, value, strides, b, h, i, ends, PADDED: tl.constexpr):
+def _put(x, value, strides, b, h, start, ends):
+    """The same, written."""
     width, most = ends
-    c = tl.arange(0, PADDED)
-    at = x + b * strides[0] + h * strides[1] + i[:, None] * strides[2] + c[None, :] * strides[3]
-    tl.store(at, value.to(x.dtype.element_ty), mask=(i < most)[:, None] & (c < width)[None, :])
+    r, c = tl.arange(0, value.shape[0]), tl.arange(0, value.shape[1])
+    x += b * strides[0] + h * strides[1] + start.to(tl.int64) * strides[2]
+    inside = (start + r < most)[:, None] & (c < width)[None, :]
+    tl.store(x + r[:, None] * strides[2] + c[None, :] * strides[3], value.to(x.dtype.element_ty), mask=inside)
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
@@ -214,17 +220,18 @@ def _forward(arrays, strides, how, M: tl.constexpr, N: tl.constexpr, K: tl.const
     head = tl.program_id(1).to(tl.int64)
     b, h = head // H, head % H
     g = h // (H // G)
-    i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    q = _rows(q_, strides[0], b, h, i, (width, S), K)
+    first = tl.program_id(0) * M
+    i = first + tl.arange(0, M)
+    q = _rows(q_, strides[0], b, h, first, (width, S), M, K)
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     o = tl.zeros((M, V), tl.float32)
-    for start in range(0, T, N):
-        j = start + tl.arange(0, N).to(tl.int64)
+    for start in tl.range(0, T, N):
+        j = start + tl.arange(0, N)
         if _any_seen(how, b, i, j):
-            k = _rows(k_, strides[1], b, g, j, (width, T), K)
-            v = _rows(v_, strides[2], b, g, j, (values, T), V)
-            s, _ = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), numbers)
+            k = _rows(k_, strides[1], b, g, start, (width, T), N, K)
+            v = _rows(v_, strides[2], b, g, start, (values, T), N, V)
+            s, slope = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), numbers)
             s = tl.where(_pairs(how, b, h, i[:, None], j[None, :]), s, float("-inf"))
             new = tl.maximum(top, tl.max(s, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)
@@ -237,8 +244,8 @@ def _forward(arrays, strides, how, M: tl.constexpr, N: tl.constexpr, K: tl.const
     none = total == 0.0
     o = o / tl.where(none, 1.0, total)[:, None]
     lse = tl.where(none, float("-inf"), top + tl.log(tl.where(none, 1.0, total)))
-    _put(o_, o, strides[3], b, h, i, (values, S), V)
-    tl.store(lse_ + b * strides[4][0] + h * strides[4][1] + i * strides[4][2], lse, mask=i < S)
+    _put(o_, o, strides[3], b, h, first, (values, S))
+    tl.store(lse_ + b * strides[4][0] + h * strides[4][1] + i.to(tl.int64) * strides[4][2], lse, mask=i < S)
 
 
 @_jit
@@ -249,20 +256,21 @@ def _backward_of_queries(arrays, strides, how, M: tl.constexpr, N: tl.constexpr,
     head = tl.program_id(1).to(tl.int64)
     b, h = head // H, head % H
     g = h // (H // G)
-    i = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    q = _rows(q_, strides[0], b, h, i, (width, S), K)
-    do = _rows(do_, strides[3], b, h, i, (values, S), V)
-    o = _rows(o_, strides[4], b, h, i, (values, S), V)
+    first = tl.program_id(0) * M
+    i = first + tl.arange(0, M)
+    q = _rows(q_, strides[0], b, h, first, (width, S), M, K)
+    do = _rows(do_, strides[3], b, h, first, (values, S), M, V)
+    o = _rows(o_, strides[4], b, h, first, (values, S), M, V)
     sums = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-    tl.store(sums_ + b * strides[7][0] + h * strides[7][1] + i * strides[7][2], sums, mask=i < S)
-    lse = tl.load(lse_ + b * strides[6][0] + h * strides[6][1] + i * strides[6][2], mask=i < S, other=0.0)
+    tl.store(sums_ + b * strides[7][0] + h * strides[7][1] + i.to(tl.int64) * strides[7][2], sums, mask=i < S)
+    lse = tl.load(lse_ + b * strides[6][0] + h * strides[6][1] + i.to(tl.int64) * strides[6][2], mask=i < S, other=0.0)
     lse = tl.where(lse == float("-inf"), 0.0, lse)
     dq = tl.zeros((M, K), tl.float32)
-    for start in range(0, T, N):
-        j = start + tl.arange(0, N).to(tl.int64)
+    for start in tl.range(0, T, N):
+        j = start + tl.arange(0, N)
         if _any_seen(how, b, i, j):
-            k = _rows(k_, strides[1], b, g, j, (width, T), K)
-            v = _rows(v_, strides[2], b, g, j, (values, T), V)
+            k = _rows(k_, strides[1], b, g, start, (width, T), N, K)
+            v = _rows(v_, strides[2], b, g, start, (values, T), N, V)
             s, slope = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), numbers)
             found = _pairs(how, b, h, i[:, None], j[None, :])
             p = tl.exp(tl.where(found, s - lse[:, None], float("-inf")))
@@ -270,7 +278,7 @@ def _backward_of_queries(arrays, strides, how, M: tl.constexpr, N: tl.constexpr,
             dp = _kept(dp, how, b, h, i[:, None], j[None, :])
             ds = p * (dp - sums[:, None]) * slope
             dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
-    _put(dq_, dq, strides[5], b, h, i, (width, S), K)
+    _put(dq_, dq, strides[5], b, h, first, (width, S))
 
 
 @_jit
@@ -280,22 +288,23 @@ def _backward_of_keys(arrays, strides, how, M: tl.constexpr, N: tl.constexpr, K:
     H, G, S, T, width, values = sizes
     head = tl.program_id(1).to(tl.int64)
     b, g = head // G, head % G
-    j = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    k = _rows(k_, strides[1], b, g, j, (width, T), K)
-    v = _rows(v_, strides[2], b, g, j, (values, T), V)
+    first = tl.program_id(0) * N
+    j = first + tl.arange(0, N)
+    k = _rows(k_, strides[1], b, g, first, (width, T), N, K)
+    v = _rows(v_, strides[2], b, g, first, (values, T), N, V)
     dk = tl.zeros((N, K), tl.float32)
     dv = tl.zeros((N, V), tl.float32)
     for r in range(0, H // G):
         h = g * (H // G) + r
-        for start in range(0, S, M):
-            i = start + tl.arange(0, M).to(tl.int64)
+        for start in tl.range(0, S, M):
+            i = start + tl.arange(0, M)
             if _any_seen(how, b, i, j):
-                q = _rows(q_, strides[0], b, h, i, (width, S), K)
-                do = _rows(do_, strides[3], b, h, i, (values, S), V)
-                at = b * strides[6][0] + h * strides[6][1] + i * strides[6][2]
+                q = _rows(q_, strides[0], b, h, start, (width, S), M, K)
+                do = _rows(do_, strides[3], b, h, start, (values, S), M, V)
+                at = b * strides[6][0] + h * strides[6][1] + i.to(tl.int64) * strides[6][2]
                 lse = tl.load(lse_ + at, mask=i < S, other=0.0)
                 lse = tl.where(lse == float("-inf"), 0.0, lse)
-                at = b * strides[7][0] + h * strides[7][1] + i * strides[7][2]
+                at = b * strides[7][0] + h * strides[7][1] + i.to(tl.int64) * strides[7][2]
                 sums = tl.load(sums_ + at, mask=i < S, other=0.0)
                 s, slope = _scores(tl.dot(k, tl.trans(q), input_precision="ieee"), numbers)
                 found = _pairs(how, b, h, i[None, :], j[:, None])
@@ -306,5 +315,5 @@ def _backward_of_keys(arrays, strides, how, M: tl.constexpr, N: tl.constexpr, K:
                 dp = _kept(dp, how, b, h, i[None, :], j[:, None])
                 ds = p * (dp - sums[None, :]) * slope
                 dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
-    _put(dk_, dk, strides[4], b, g, j, (width, T), K)
-    _put(dv_, dv, strides[5], b, g, j, (values, T), V)
+    _put(dk_, dk, strides[4], b, g, first, (width, T))
+    _put(dv_, dv, strides[5], b, g, first, (values, T))

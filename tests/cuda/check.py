@@ -57,11 +57,9 @@ def wrong(found: Mapping[str, Any], promised: cover.Promise | None) -> list[str]
         if kernels != promised.kernels:
             faults.append(f"attention: got the kernels {sorted(kernels)}, promised {sorted(promised.kernels)}")
         faults += [] if promised.waits else found["waits"]
-        faults += [] if promised.scores else found["scores"]
+        faults += found["scores"]
         if promised.waits and not found["waits"]:
             faults.append("the host does not wait any more: say so in cover.promise")
-        if promised.scores and not found["scores"]:
-            faults.append("no scores in memory any more: say so in cover.promise")
     for label, code in found.get("code", {}).items():
         faults += [
             f"{label}: the wrapper calls {name}, which is not allowed"

@@ -211,13 +211,12 @@ def named(case: Mapping) -> str:
 class Promise(NamedTuple):
     """Of a case on an H100.
 
-    kernels: of its attention, "cudnn", "flash", "efficient"; none: products, with scores in memory. scores: whether
-    there is a value for each pair of positions, scores or a mask. waits: whether the host waits in the step: for counts
-    of rows that experts exchange, and for products of fp32 groups.
+    kernels: of its attention, "cudnn", "flash", "efficient", "tiled". waits: whether the host waits in the step: for
+    counts of rows that experts exchange, and for products of fp32 groups. Nowhere is a value for each pair of
+    positions, scores or a mask.
     """
 
     kernels: frozenset[str]
-    scores: bool
     waits: bool
 
 
@@ -225,17 +224,17 @@ def promise(case: Mapping) -> Promise:
     """What a case is to be on an H100, with torch's builds for CUDA 13."""
     family, mask, axes, wide = case["family"], case["mask"], case["axes"], case["precision"] == "fp32"
     waits = family in EXPERTS and (axes == "ep fsdp" or wide)
-    if mask in ("caps", "dropout") or family == "gemma2":
-        return Promise(frozenset(), True, waits)
     ring = axes in FORMS and axes not in ("ulysses", "gathered")
-    masked = mask in ("documents", "window") or family in ("mistral", "gemma3_text") or axes in ("gathered", "ulysses")
-    masked |= ring and "balanced" not in axes
-    some = family == "gpt_oss"  # every other layer has a window
-    if not ring and mask != "sinks" and not some:  # torch's own attention
-        return Promise(frozenset({"efficient" if wide else "cudnn"}), masked, waits)
-    plain = not masked and not wide and family not in ("deepseek_v2", "deepseek_v3")  # whose values are narrower
-    kernels = {"flash" if plain else "efficient"} | ({"efficient"} if some else set())
-    return Promise(frozenset(kernels), masked or some, waits)
+    tiled = mask in ("caps", "dropout", "documents", "window") or family == "mistral" or family == "gemma2"
+    tiled |= axes in ("gathered", "ulysses") or (ring and "balanced" not in axes)
+    if tiled:
+        return Promise(frozenset({"tiled"}), waits)
+    some = family in ("gpt_oss", "gemma3_text")  # of whose layers some have a window
+    if not ring and mask != "sinks" and family != "gpt_oss":  # torch's own attention
+        kernel = "efficient" if wide else "cudnn"
+    else:
+        kernel = "efficient" if wide or family in ("deepseek_v2", "deepseek_v3") else "flash"  # values are narrower
+    return Promise(frozenset({kernel, "tiled"} if some else {kernel}), waits)
 
 
 # ---- what a case makes -----------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_a_dense_step_is_as_promised(looked):
 def test_a_mistake_is_found(looked, name):
     if looked is None:
         return print(WITHOUT)
-    faults = check.wrong(looked[name], cover.Promise(frozenset({"cudnn"}), False, False))
+    faults = check.wrong(looked[name], cover.Promise(frozenset({"cudnn"}), False))
     assert any(MUTANTS[name] in fault for fault in faults) if MUTANTS[name] else faults == [], faults
 
 
@@ -107,17 +107,16 @@ GOOD = {"host": [], "cpu only": [], "waits": [], "attention": {}, "scores": []}
 @pytest.mark.parametrize(
     "found,promised,text",
     [
-        ({"waits": ["a wait"]}, cover.Promise(NONE, False, False), "a wait"),
-        ({"scores": ["scores"]}, cover.Promise(NONE, False, False), "scores"),
-        ({}, cover.Promise(NONE, True, False), "no scores in memory any more"),
-        ({}, cover.Promise(NONE, False, True), "the host does not wait any more"),
+        ({"waits": ["a wait"]}, cover.Promise(NONE, False), "a wait"),
+        ({"scores": ["scores"]}, cover.Promise(NONE, False), "scores"),
+        ({}, cover.Promise(NONE, True), "the host does not wait any more"),
         ({"spills": ["k"]}, None, "registers spill: k"),
         ({"wrapper waits": ["x.item()"]}, None, "x.item()"),
         ({"code": {"step": {"calls": {"torch.ops.aten.sort.default": 1}}}}, None, "sort.default, which is not allowed"),
     ],
 )
 def test_what_is_not_as_promised_is_said(found, promised, text):
-    assert check.wrong(GOOD, cover.Promise(NONE, False, False)) == []
+    assert check.wrong(GOOD, cover.Promise(NONE, False)) == []
     assert any(text in fault for fault in check.wrong(GOOD | found, promised))
 
 

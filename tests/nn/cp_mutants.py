@@ -45,8 +45,8 @@ HOME = "dkv = ppermute(dkv + torch.cat(dkv_now, -1), how.cp, 1)  # after"
 OUT = 'return declare(_RingAttention.apply(q, k, v, sinks_H, at, how), cp, ("sharded", 2)).transpose(1, 2)'
 GRADS = 'grads = [declare(g.to(x.dtype), how.cp, ("sharded", 2)) for g, x in found]'
 OWN = 'kv = declare(torch.cat((k, v), -1), how.cp, "own", 2)'
-SEEN = "return visible(at_q[0], at_k[0], self.window, doc_q, doc_k)[:, None], False"
-GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, mask, softcap=softcap, sinks_H=sinks_H)"
+SEEN = "return Sight(at_q, at_k, self.window) if self.masked else None"
+GATHERED = "return attention(q_BSHK, k_BTGK, v_BTGK, sight(causal, keys), softcap=softcap, sinks_H=sinks_H)"
 MERGE = "return [merged(found[0], more) if hop else more]"
 DQ = "dq = dq + dq_now"
 LOCAL_LSE = "return [(merged(found[0], more)[0], found[0][1]) if hop else more]"
@@ -97,14 +97,13 @@ MUTANTS = (
     # ---- masks and sums
     ring("queries for keys", SEEN, "return visible(at_k[0], at_q[0], self.window, doc_k, doc_q).mT[:, None], False",
          "simulate"),
-    ring("no documents", SEEN, SEEN.replace("doc_q, doc_k", "None, None"), "simulate"),
+    ring("no documents", SEEN, SEEN.replace("at_q, at_k", "at_q[:1], at_k[:1]"), "simulate"),
     ring("no window", SEEN, SEEN.replace("self.window", "None"), "simulate", window=9),
-    ring("not causal", SEEN, SEEN.replace("at_q[0]", "at_q[0] + 99"), "simulate"),
-    ring("masks of one's own positions", "mask, causal = how.seen(at, at_k)\n    more",
-         "mask, causal = how.seen(at, at)\n    more"),
-    ring("masks of one's own positions, backward", "*how.seen(at, at_k), softcap=how.softcap)]",
-         "*how.seen(at, at), softcap=how.softcap)]"),
-    ring("no mask backward", "*how.seen(at, at_k), softcap=how.softcap)]", "softcap=how.softcap)]", "simulate"),
+    ring("not causal", SEEN, SEEN.replace("at_q,", "at_q + 99 * (torch.arange(len(at_q)) < 1)[:, None, None],"), "simulate"),
+    ring("masks of one's own positions", "more = block(q, k, v, how.seen(at, at_k),",
+         "more = block(q, k, v, how.seen(at, at),"),
+    ring("masks of one's own positions, backward", "(o, lse), how.seen(at, at_k),", "(o, lse), how.seen(at, at),"),
+    ring("no mask backward", "(o, lse), how.seen(at, at_k),", "(o, lse),", "simulate"),
     ring("blocks replace each other", MERGE, "return [more]", "simulate"),
     ring("blocks are added", MERGE, "return [(found[0][0] + more[0], found[0][1]) if hop else more]", "simulate"),
     ring("log-sum-exp of the first block", MERGE, LOCAL_LSE, "simulate"),
@@ -118,16 +117,16 @@ MUTANTS = (
     balanced("first queries see what is not theirs", "(o, torch.where(earlier, lse, -math.inf))", "(o, lse)"),
     balanced("second queries see what is not theirs", "(o, torch.where(earlier, -math.inf, lse))", "(o, lse)"),
     balanced("queries exchanged", "torch.where(earlier, lse, -math.inf)", "torch.where(earlier, -math.inf, lse)"),
-    balanced("first diagonal sees all", "attention(q0, a0, k0, v0, b0, True)", "attention(q0, a0, k0, v0, b0)",
-             packed=False, kernel=False),
-    balanced("second diagonal sees all", "attention(q1, a1, k1, v1, b1, True)", "attention(q1, a1, k1, v1, b1)",
-             packed=False, kernel=False),
-    balanced("the own block sees all", "block(rows[0], *keys[:2], causal=True)", "block(rows[0], *keys[:2])",
+    balanced("the own block sees all", "block(rows[0], *keys[:2], None, True,", "block(rows[0], *keys[:2], None, False,",
              packed=False),
-    balanced("the own block sees all, backward", "block_backward(do, q, k, v, (o, lse), causal=True)",
-             "block_backward(do, q, k, v, (o, lse))", packed=False),
-    balanced("the second block as the own one", "if how.whole and hop == 0:\n        return",
-             "if how.whole and hop < 2:\n        return", packed=False),
+    balanced("the own block sees all, tiled", "block(rows[0], *keys[:2], None, True,",
+             "block(rows[0], *keys[:2], None, False,", packed=False, kernel=False),
+    balanced("the own block sees all, backward", "block_backward(do, q, k, v, (o, lse), None, True,",
+             "block_backward(do, q, k, v, (o, lse), None, False,", packed=False),
+    balanced("the own block sees all, backward, tiled", "block_backward(do, q, k, v, (o, lse), None, True,",
+             "block_backward(do, q, k, v, (o, lse), None, False,", packed=False, kernel=False),
+    balanced("the second block as the own one", "if hop == 0 and not how.masked:\n        return",
+             "if hop < 2 and not how.masked:\n        return", packed=False),
     balanced("the other operands", "q, a, k, v, b = (torch.where(earlier, x, y) for",
              "q, a, k, v, b = (torch.where(earlier, y, x) for"),
     balanced("the other operands, backward", "q, a, do, o, lse, k, v, b = (torch.where(earlier, x, y) for",
@@ -145,8 +144,8 @@ MUTANTS = (
            "wrong.gather_cut(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)", form="gathered"),
     Mutant("one's own keys as often as there are ranks", "all_gather(torch.cat((k_BSGK, v_BSGK), -1), cp, 1)",
            "torch.cat((k_BSGK, v_BSGK), -1).repeat(1, cp.size, 1, 1)", form="gathered"),
-    Mutant("one's own positions as often", "mask = visible(positions, all_gather(positions, cp, -1), w",
-           "mask = visible(positions, positions.repeat(1, cp.size), w", form="gathered"),
+    Mutant("one's own positions as often", "positions_T = all_gather(causal.positions, cp, -1)",
+           "positions_T = causal.positions.repeat(1, cp.size)", form="gathered"),
     Mutant("one's own documents as often", "else all_gather(documents, cp, -1)", "else documents.repeat(1, cp.size)",
            form="gathered"),
     Mutant("output of all keys is summed", GATHERED, GATHERED.replace("return ", "return psum(") + ", cp)",

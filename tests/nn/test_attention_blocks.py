@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import nn
-from fmegatron.nn import attention_blocks
+from fmegatron.nn import attention_blocks, tiled_attention
 from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, kernel_of, merged
-from fmegatron.nn.attention_masks import visible
+from fmegatron.nn.attention_masks import Sight, visible
 from fmegatron.step import jit, trace, value_and_grad
 from fmegatron.step.layer import compiled_layer
 from fmegatron.step.torch_private import FakeTensorMode
@@ -37,11 +37,11 @@ def numel(node):
     return val.numel() if isinstance(val, torch.Tensor) else 0
 
 
-@pytest.fixture(params=["kernel", "products"])
+@pytest.fixture(params=["kernel", "tiled"])
 def how(request, monkeypatch):
-    """With torch's kernel on the CPU, and as on devices where there is none."""
-    if request.param == "products":
-        monkeypatch.setattr(attention_blocks, "kernel_of", lambda *_, **__: None)
+    """With torch's kernel on the CPU, and with the operator that takes what no kernel of torch's does."""
+    if request.param == "tiled":
+        monkeypatch.setattr(attention_blocks, "kernel_of", lambda *_, **__: attention_blocks.Choice("tiled", ()))
 
 
 MASKS = {
@@ -155,7 +155,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_sinks_and_caps_in_blocks(how, name, monkeypatch):
     """Blocks of 4 keys, the last of them smaller; whole rows that see nothing but the sink."""
-    monkeypatch.setattr(attention_blocks, "_TILE", 4)
+    monkeypatch.setattr(tiled_attention, "_TILE", 4)
     mask, sunk, cap, scale = OPTIONS[name]
     keys = S if mask is None else T
     given = [rand(B, S, H, K), rand(B, keys, G, K, seed=1), rand(B, keys, G, K, seed=2)]
@@ -188,36 +188,38 @@ def test_sinks_and_caps_in_blocks(how, name, monkeypatch):
 def test_a_second_gradient_is_refused_by_name():
     q = rand(B, S, H, K)
     (g,) = torch.autograd.grad(nn.attention(q, q, q, softcap=2.0).sum(), q, create_graph=True)
-    with pytest.raises(ValueError, match=r"attention with sinks or a cap: got a gradient of its gradient"):
+    with pytest.raises(ValueError, match=r"attention with sinks, a cap, .*: got a gradient of its gradient"):
         torch.autograd.grad(g.sum(), q)
 
 
 def test_no_scores_of_all_keys_are_made():
-    """With a cap blocks of them are in memory, one after the other; with sinks none."""
+    """With a cap, with sinks, by documents within a window."""
     sizes = {}
-    for name, cap in (("cap", 3.0), ("sinks", None)):
+    for name in ("cap", "sinks", "documents"):
 
-        def loss(p, cap=cap):
-            x, sinks = p["x"], p["sinks"] if cap is None else None
-            return nn.attention(x, x, x, softcap=cap, sinks_H=sinks).square().sum()
+        def loss(p, at, name=name):
+            x, sinks, cap = p["x"], p["sinks"] if name == "sinks" else None, 3.0 if name == "cap" else None
+            seen = nn.Causal(at, at, 1024) if name == "documents" else None
+            return nn.attention(x, x, x, seen, softcap=cap, sinks_H=sinks).square().sum()
 
         with FakeTensorMode():
             p = {"x": torch.zeros(1, 4096, 4, 8), "sinks": torch.zeros(4)}
-        sizes[name] = max(map(numel, trace(value_and_grad(loss), (p,)).graph_module.graph.nodes))
-    assert sizes == {"cap": 4 * 1024 * 1024, "sinks": 4 * 4096 * 8}
+            at = torch.zeros(1, 4096, dtype=torch.int64)
+        sizes[name] = max(map(numel, trace(value_and_grad(loss), (p, at)).graph_module.graph.nodes))
+    assert sizes == dict.fromkeys(("cap", "sinks", "documents"), 4 * 4096 * 8)
 
 
 KERNELS = {
     ("cpu", torch.float64, 64, 64, True): "flash on the CPU",
-    ("cpu", torch.float32, 64, 32, False): None,
+    ("cpu", torch.float32, 64, 32, False): "tiled",
     ("cuda", torch.bfloat16, 128, 128, False): "flash",
     ("cuda", torch.float16, 256, 256, False): "flash",
     ("cuda", torch.bfloat16, 128, 128, True): "memory-efficient",
     ("cuda", torch.bfloat16, 512, 512, False): "memory-efficient",
     ("cuda", torch.float32, 64, 64, False): "memory-efficient",
     ("cuda", torch.bfloat16, 192, 128, False): "memory-efficient",
-    ("cuda", torch.bfloat16, 20, 20, False): None,
-    ("cuda", torch.float64, 64, 64, False): None,
+    ("cuda", torch.bfloat16, 20, 20, False): "tiled",
+    ("cuda", torch.float64, 64, 64, False): "tiled",
 }
 
 
@@ -225,8 +227,24 @@ def test_which_kernel_computes_a_block():
     with FakeTensorMode():
         for (device, dtype, width, values, masked), wanted in KERNELS.items():
             q, v = (torch.empty(1, 2, 64, w, dtype=dtype, device=device) for w in (width, values))
-            assert kernel_of(q, v, masked, None) == wanted, (device, dtype, width, values, masked)
-            assert kernel_of(q, v, masked, 2.0) is None
+            mask = torch.ones(64, 64, dtype=torch.bool, device=device) if masked else None
+            assert kernel_of(q, v, mask).kernel == wanted, (device, dtype, width, values, masked)
+            at = torch.zeros(1, 1, 64, dtype=torch.int64, device=device)
+            assert kernel_of(q, v, mask, 2.0).kernel == kernel_of(q, v, Sight(at, at)).kernel == "tiled"
+
+
+def test_which_kernel_and_why_not_another_is_said():
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 64, 2, w, dtype=torch.bfloat16, device="cuda") for w in (192, 128))
+        at = torch.zeros(64, dtype=torch.int64, device="cuda")
+        assert nn.attention_kernel(q, v, nn.Causal(at, window=4)).splitlines() == [
+            "flash on the CPU: is the CPU's, wants values as wide as the keys, makes no mask of positions and documents",
+            "flash: wants values as wide as the keys, makes no mask of positions and documents",
+            "memory-efficient: makes no mask of positions and documents",
+            "tiled: taken",
+        ]
+        assert nn.attention_kernel(v, v, sinks_H=torch.empty(2, device="cuda")).endswith("\nflash: taken")
+        assert nn.attention_kernel(q, v).startswith("F.scaled_dot_product_attention: taken")
 
 
 def test_what_is_visible():

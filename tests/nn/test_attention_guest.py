@@ -5,7 +5,7 @@ import torch
 
 from fmegatron.collectives import Axes, psum
 from fmegatron.layout import Layout, Mesh
-from fmegatron.nn import attention_blocks, context_parallel
+from fmegatron.nn import context_parallel, tiled_attention
 from fmegatron.nn.attention_masks import Causal
 from fmegatron.nn.dense_attention import attention
 from fmegatron.testing import simulate
@@ -58,6 +58,11 @@ def equal(f, want_of, x):
             torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def none_dropped():
+    """Dropout that is computed, and drops nothing."""
+    return tiled_attention.Dropped(torch.zeros(2, B, S, dtype=torch.int64), torch.arange(H) * S, 0.0)
+
+
 OPTIONS = {
     "plain": {},
     "scale": {"scale": 0.7},
@@ -81,11 +86,11 @@ DENSE = [
     "option, mask, groups, values, tile, drop", few(4, DENSE, ["-".join(map(str, c)) for c in DENSE])
 )
 def test_dense(option, mask, groups, values, tile, drop, monkeypatch):
-    monkeypatch.setattr(attention_blocks, "_TILE", tile)
+    monkeypatch.setattr(tiled_attention, "_TILE", tile)
     how, x, m = dict(OPTIONS[option]), given(groups, values), masks()[mask]
     sinks = how.pop("sinks", False)
     seen = torch.ones(S, S, dtype=torch.bool).tril() if m is None else m
-    dropped = {"drop": lambda p: p * 1.0} if drop else {}
+    dropped = {"dropped": none_dropped()} if drop else {}
 
     def ours(q, k, v, sinks):
         return attention(q, k, v, m, sinks_H=sinks if on else None, **how, **dropped)
@@ -141,7 +146,7 @@ CASES = [(*way, form, tile, n) for way in WAYS for form in FORMS for tile in (3,
     "packed, window, softcap, sinks, groups, form, tile, n", few(2, CASES, ["-".join(map(str, c)) for c in CASES])
 )
 def test_split_sequences(form, packed, window, softcap, sinks, groups, tile, n, monkeypatch):
-    monkeypatch.setattr(attention_blocks, "_TILE", tile)
+    monkeypatch.setattr(tiled_attention, "_TILE", tile)
     mesh, x = Mesh(cp=n), given(groups)
     positions, documents = rows_of(packed)
     weight = torch.randn(B, S, H, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -172,5 +177,5 @@ def lay(x, mesh, n):
 def test_dropout_of_rows_that_see_nothing():
     """Their output is 0, as without dropout, and not 0 / 0."""
     x, mask = given(), torch.zeros(S, S, dtype=torch.bool)
-    o = attention(x["q"], x["k"], x["v"], mask, drop=lambda p: p)
+    o = attention(x["q"], x["k"], x["v"], mask, dropped=none_dropped())
     assert torch.equal(o, torch.zeros_like(o))

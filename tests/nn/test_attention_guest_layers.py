@@ -5,7 +5,7 @@ import torch
 
 from fmegatron import optim, step, tree
 from fmegatron.layout import Mesh
-from fmegatron.nn import attention_blocks
+from fmegatron.nn import tiled_attention
 from fmegatron.nn.dense_attention import attention
 from tests.nn.test_attention_guest import definition
 
@@ -73,7 +73,7 @@ FIRST = ("all", 0.5, 5, 2)  # torch measures ops for a share of the memory, in t
     [pytest.param(*c, id=f"{c}", marks=() if c == FIRST else pytest.mark.slow) for c in CASES],
 )
 def test_layers(option, save, tile, microbatches, monkeypatch):
-    monkeypatch.setattr(attention_blocks, "_TILE", tile)
+    monkeypatch.setattr(tiled_attention, "_TILE", tile)
     how, sinks = OPTIONS[option]
     got, loss = trained(ours, how, sinks, save, microbatches, "aot_eager")
     want, wanted = trained(theirs, how, sinks, None, 1, None)

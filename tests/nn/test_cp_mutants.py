@@ -63,7 +63,7 @@ def found_by(mutant):
 @pytest.mark.parametrize("mutant", few(3, [(m,) for m in MUTANTS], [m.name for m in MUTANTS]))
 def test_mutant(mutant, monkeypatch):
     if not mutant.kernel:
-        monkeypatch.setattr(attention_blocks, "kernel_of", lambda *_, **__: None)
+        monkeypatch.setattr(attention_blocks, "kernel_of", lambda *_, **__: attention_blocks.Choice("tiled", ()))
     assert found_by(mutant) == mutant.finds
 
 

@@ -54,7 +54,9 @@ def attention(scope: Scope, node: Node, given: dict) -> list[Value | None]:
 def _located(scope: Scope, node: Node, given: dict) -> list[Value]:
     """Queries, keys and values; what one of them shows of dims that shapes leave open holds for the others."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    if (mask := _mask_of(given)) is not None and size_of(mask.dims[-1]) > 1 and not _constant_somewhere(mask.dims[-1]):
+    for mask in (_mask_of(given), given.get("at_key")):
+        if mask is None or size_of(mask.dims[-1]) == 1 or _constant_somewhere(mask.dims[-1]):
+            continue
         k, v = (not_on(t, 2, [a for a in t.may_shard(2) if mask.replicated(a)]) for t in (k, v))  # all of T is there
     for _ in range(2):
         k, v = (settled(scope, node, t, 3, q, 3, 2) for t in (k, v))
@@ -115,12 +117,14 @@ def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
     it is made of: positions and documents of queries [N, B, S] and of keys [N, B, T], and words [2, B, S] of dropout."""
     for name in ("at_query", "words"):
         if (rows := given.get(name)) is not None:
-            q = _with(scope, node, q, (0, 2), rows.with_dims(rows.dims[1:]), rows)
+            rows = along(scope, node, rows, 0, "kinds of numbers")
+            q = _beside(scope, node, q, {0: rows.dims[1], 2: rows.dims[2]}, rows)
     if (keys := given.get("at_key")) is not None:
-        keys = along(scope, node, keys, 2, "positions of attention keys")
-        q = _with(scope, node, q, (0,), keys.with_dims((keys.dims[1],)), keys)
+        for dim, what in ((0, "kinds of numbers"), (2, "positions of attention keys")):
+            keys = along(scope, node, keys, dim, what)
+        q = _beside(scope, node, q, {0: keys.dims[1]}, keys)
     if (heads := given.get("first_of_heads")) is not None:
-        q = _with(scope, node, q, (1,), heads, heads)
+        q = _beside(scope, node, q, {1: heads.dims[0]}, heads)
     mask = _mask_of(given)
     if mask is None:
         return q
@@ -129,13 +133,11 @@ def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
     return replace(q, dims=rows.dims).marked(rows.marks)
 
 
-def _with(scope: Scope, node: Node, q: Value, dims: tuple[int, ...], x: Value, whole: Value) -> Value:
-    """Queries with what is known of a value along some of their dims; its first dim says what its numbers are."""
-    if x is not whole:
-        x = x.marked(along(scope, node, whole, 0, "kinds of numbers").marks)
+def _beside(scope: Scope, node: Node, q: Value, dims: dict[int, Dim], x: Value) -> Value:
+    """Queries with what is known along some of their dims of a value that decides who sees whom."""
     own = q.with_dims(dim if d in dims else () for d, dim in enumerate(q.dims))
-    met = elementwise(scope, node, "function", [own, x.with_dims(x.dims[dims.index(d)] if d in dims else () for d in range(4))])
-    return replace(q, dims=tuple(new if d in dims else dim for d, (new, dim) in enumerate(zip(met.dims, q.dims, strict=True)))).marked(met.marks)
+    both = elementwise(scope, node, "function", [own, x.with_dims(dims.get(d, ()) for d in range(4))])
+    return replace(q, dims=tuple(both.dims[d] if d in dims else dim for d, dim in enumerate(q.dims))).marked(both.marks)
 
 
 def _mask_of(given: dict) -> Value | None:
