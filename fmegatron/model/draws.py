@@ -84,7 +84,9 @@ def dropping(rate: float, at: TokenContext) -> Callable[[Tensor, Tensor], Droppe
 
     def drop(q_BSHK: Tensor, k_BTGK: Tensor) -> Dropped:
         one_H = q_BSHK[0, 0, :, 0]
-        heads_H = random_words.positions(one_H, Layout((one_H.shape[0] * tp.size,), one_H.dtype, axes.mesh, (tp.names,)), axes)
+        heads_H = random_words.positions(
+            one_H, Layout((one_H.shape[0] * tp.size,), one_H.dtype, axes.mesh, (tp.names,)), axes
+        )
         words = random_words.beginnings(tree.fold_in(0, "attention"), "dropout", draws_BS)
         return Dropped(torch.stack(words), heads_H * k_BTGK.shape[1], rate)
 

@@ -66,7 +66,7 @@ class _Asked(NamedTuple):
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALF, torch.float32, torch.float64)
-_MASKS_BY_POSITIONS = "makes no mask of positions and documents", lambda of: not of.sight
+_MASKS_BY_POSITIONS = "makes no mask of positions", lambda of: not of.sight
 _CAPS = "has no cap of the scores", lambda of: not of.softcap
 _DROPS = "has no dropout by keys", lambda of: not of.dropout
 _SAME = "wants values as wide as the keys", lambda of: of.width == of.values
@@ -316,7 +316,9 @@ class _InBlocks(torch.autograd.Function):
             found = tiled_backward((q, k, v), (do, o, lse), *rest)
         dq, dk, dv = (g.to(x.dtype) for g, x in zip(found, (q, k, v), strict=True))
         dsinks = None if sinks is None else sinks_backward(do, o, lse, sinks).sum((0, 2)).to(sinks.dtype)
-        dq, dk, dv, dsinks = first_only("attention with sinks, a cap, dropout or a mask of positions", (dq, dk, dv, dsinks))
+        dq, dk, dv, dsinks = first_only(
+            "attention with sinks, a cap, dropout or a mask of positions", (dq, dk, dv, dsinks)
+        )
         return dq, dk, dv, dsinks, None, None, None, *(None for _ in given)
 
 

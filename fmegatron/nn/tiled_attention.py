@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,18 @@ from fmegatron.collectives import random_words
 from fmegatron.nn.attention_masks import Sight, soft_cap, visible
 from fmegatron.nn.torch_private import flash_on_cpu, flash_on_cpu_backward
 
-__all__ = ["Dropped", "Given", "additive", "finite", "merged", "of_queries", "tiled", "tiled_backward", "wide"]
+__all__ = [
+    "Dropped",
+    "Given",
+    "additive",
+    "finite",
+    "launches",
+    "merged",
+    "of_queries",
+    "tiled",
+    "tiled_backward",
+    "wide",
+]
 
 _TILE = 1024  # queries and keys of a tile where torch walks
 _REST = (
@@ -327,38 +338,40 @@ def _shapes_back(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Te
     return _gradients(Given(q, k, v, *rest))
 
 
-def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
-    given = Given(*arguments)
-    if given.q.dtype == torch.float64:
-        return _walk(*arguments)
-    out = _results(given)
-    _launched(_kernels().forward(given, *out))
-    return out
+def launches(arguments: Sequence[Any], results: Sequence[Tensor]) -> list[Any]:
+    """What computes the results of a call of an operator into their memory, on CUDA: `tiled_kernels.Launch`es.
 
-
-def _back_on_cuda(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any):
-    given = Given(q, k, v, *rest)
-    if q.dtype == torch.float64:
-        return _walk_back(do, q, k, v, o, lse, *rest)
-    found = _gradients(given)
-    _launched(_kernels().backward(given, (do, o, lse), found, torch.empty_like(lse)))
-    return found
-
-
-def _kernels() -> Any:
-    """The file of kernels, whose import takes triton's time, which no CPU needs."""
-    found = importlib.import_module("fmegatron.nn.tiled_kernels")
-    if not found.has_triton():
+    arguments: of the operator; of the backward, whose results are three, with those of the forward between.
+    Raises RuntimeError without triton, and for fp64, which no kernel is for.
+    """
+    kernels = importlib.import_module("fmegatron.nn.tiled_kernels")  # and triton, which a CPU does not need
+    if not kernels.has_triton():
         raise RuntimeError(
             "attention with masks, caps or dropout on CUDA: got no triton, wanted it, as its kernels are written in "
             "it; pip install triton, of the release that this torch is built for"
         )
-    return found
+    if len(results) == 2:
+        return kernels.forward(Given(*arguments), *results)
+    do, q, k, v, o, lse, *rest = arguments
+    return kernels.backward(Given(q, k, v, *rest), (do, o, lse), tuple(results), torch.empty_like(lse))
 
 
-def _launched(launches: list[Any]) -> None:
-    for one in launches:
+def _on_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+    given = Given(*arguments)
+    return _walk(*arguments) if given.q.dtype == torch.float64 else _launched(arguments, _results(given))
+
+
+def _back_on_cuda(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *rest: Any):
+    arguments = (do, q, k, v, o, lse, *rest)
+    if q.dtype == torch.float64:
+        return _walk_back(*arguments)
+    return _launched(arguments, _gradients(Given(q, k, v, *rest)))
+
+
+def _launched(arguments: Sequence[Any], results: Any) -> Any:
+    for one in launches(arguments, results):
         one.kernel[one.grid](*one.arguments, **one.settings)
+    return results
 
 
 def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

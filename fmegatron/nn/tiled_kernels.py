@@ -196,7 +196,7 @@ def _rows(x, strides, b, h, start, ends, ROWS: tl.constexpr, PADDED: tl.constexp
     """[ROWS, PADDED] of an array [B, H, S, K], from a row on; zeros behind the ends of rows and of the width."""
     width, most = ends
     r, c = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    x += b * strides[0] + h * strides[1] + start.to(tl.int64) * strides[2]
+    x += b * strides[0] + h * strides[1] + tl.cast(start, tl.int64) * strides[2]
     inside = (start + r < most)[:, None] & (c < width)[None, :]
     return tl.load(x + r[:, None] * strides[2] + c[None, :] * strides[3], mask=inside, other=0.0)
 
@@ -206,7 +206,7 @@ def _put(x, value, strides, b, h, start, ends):
     """The same, written."""
     width, most = ends
     r, c = tl.arange(0, value.shape[0]), tl.arange(0, value.shape[1])
-    x += b * strides[0] + h * strides[1] + start.to(tl.int64) * strides[2]
+    x += b * strides[0] + h * strides[1] + tl.cast(start, tl.int64) * strides[2]
     inside = (start + r < most)[:, None] & (c < width)[None, :]
     tl.store(x + r[:, None] * strides[2] + c[None, :] * strides[3], value.to(x.dtype.element_ty), mask=inside)
 

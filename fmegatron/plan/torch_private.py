@@ -30,6 +30,7 @@ __all__ = [
     "Written",
     "bound_wrapper",
     "compiled_kernels",
+    "compiled_launch",
     "has_cuda_kernel",
     "pretended",
     "schedule",
@@ -352,6 +353,23 @@ def compiled_kernels(path: Path, device: tuple[int, int, int], most: int) -> Ite
         tuned = next(x for x in vars(module).values() if isinstance(x, heuristics.CachingAutotuner))
         for config in tuned.configs[:most]:
             yield f"{config}", tuned._precompile_config(config).kernel
+
+
+def compiled_launch(launch: Any, device: tuple[int, int, int]) -> Any:
+    """What triton makes of a kernel as it would be launched, without the launch; tensors may be fake.
+
+    launch: kernel, grid, arguments, settings. device: as of `compiled_kernels`.
+    """
+    import triton
+    from triton.runtime.jit import MockTensor
+
+    def shown(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(shown, x))
+        return MockTensor(x.dtype, list(x.shape)) if isinstance(x, torch.Tensor) else x
+
+    triton.runtime.driver.set_active(_Driver(*device))
+    return launch.kernel.warmup(*map(shown, launch.arguments), grid=launch.grid, **launch.settings)
 
 
 def has_cuda_kernel(op: Any) -> bool:

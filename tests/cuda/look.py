@@ -57,6 +57,8 @@ def coded(found: Sequence[Graph], cache: Path | None) -> dict[str, Any]:
         for name, source in code.kernels.items():
             for one in cubins.assembled(source, H100, 1, cache):
                 spills += [f"{graph.label}: {name}: {one}"] if one.stack > MOST_STACK else []
+        for name, one in cubins.of_attention(graph, H100, cache):
+            spills += [f"{graph.label}: {name}: {one}"] if one.stack > MOST_STACK else []
         counts[graph.label] = {"kernels": len(code.kernels), "launches": code.launches, "calls": code.calls}
     return {"code": counts, "wrapper waits": waits, "spills": spills}
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fmegatron import nn
+from fmegatron.collectives import random_words
 from fmegatron.nn import attention_blocks, tiled_attention
 from fmegatron.nn.attention_blocks import attention_with_lse, block, block_backward, kernel_of, merged
 from fmegatron.nn.attention_masks import Sight, visible
@@ -236,11 +237,11 @@ def test_which_kernel_computes_a_block():
 def test_which_kernel_and_why_not_another_is_said():
     with FakeTensorMode():
         q, v = (torch.empty(1, 64, 2, w, dtype=torch.bfloat16, device="cuda") for w in (192, 128))
-        at = torch.zeros(64, dtype=torch.int64, device="cuda")
-        assert nn.attention_kernel(q, v, nn.Causal(at, window=4)).splitlines() == [
-            "flash on the CPU: is the CPU's, wants values as wide as the keys, makes no mask of positions and documents",
-            "flash: wants values as wide as the keys, makes no mask of positions and documents",
-            "memory-efficient: makes no mask of positions and documents",
+        at = torch.zeros(1, 1, 64, dtype=torch.int64, device="cuda")
+        assert nn.attention_kernel(q, v, Sight(at, at, window=4)).splitlines() == [
+            "flash on the CPU: is the CPU's, wants values as wide as the keys, makes no mask of positions",
+            "flash: wants values as wide as the keys, makes no mask of positions",
+            "memory-efficient: makes no mask of positions",
             "tiled: taken",
         ]
         assert nn.attention_kernel(v, v, sinks_H=torch.empty(2, device="cuda")).endswith("\nflash: taken")
@@ -268,3 +269,45 @@ def test_rope_at_positions_of_each_row(dtype):
     for b in range(2):
         wanted = nn.apply_rope(x[b : b + 1], *nn.rope_angles(positions[b], K, 100.0, dtype))
         assert torch.equal(got[b : b + 1], wanted)
+
+
+# ---- masks that are made of positions, tile by tile ------------------------------------------------------------------
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 0, 1]])
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 8, [0] * 8 + [1] * 2 + [2] * 2])
+
+
+@pytest.mark.parametrize("tile", [4, 1024])
+@pytest.mark.parametrize("window, packed", [(None, False), (None, True), (3, False), (3, True)])
+def test_a_mask_of_positions_is_the_mask_that_is_given(window, packed, tile, monkeypatch):
+    """Tiles of 4: some of which no pair is seen, which are left out, forward and backward."""
+    monkeypatch.setattr(tiled_attention, "_TILE", tile)
+    tiles, left, walked = PACKED.shape[1] // 4, [], tiled_attention._of_tile
+    monkeypatch.setattr(tiled_attention, "_of_tile", lambda *of: left.append(of[1]) or walked(*of))
+    positions, documents = (PACKED, DOCUMENTS) if packed else (torch.arange(12), None)
+    q, k, v = rand(2, 12, H, K), rand(2, 12, G, K, seed=1), rand(2, 12, G, K, seed=2)
+    do, found = rand(2, 12, H, K, seed=3).detach(), []
+    dense = visible(positions, positions, window, documents, documents)
+    for seen in (nn.Causal(positions, documents, window), dense):
+        o = nn.attention(q, k, v, seen)
+        found.append([o, *torch.autograd.grad((o * do).sum(), (q, k, v))])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert len(left) == 1 or len(left) < tiles**2 - (1 if packed else 2)
+
+
+def test_dropout_of_the_softmax_is_keyed_by_its_place():
+    """As of `random_words` of p[B, S, H, T]; in tiles as whole; its gradient is that of what is multiplied."""
+    words = torch.stack(random_words.beginnings(5, "x", torch.arange(B * S).view(B, S)))
+    dropped = tiled_attention.Dropped(words, torch.arange(H) * S, 0.4)
+    q, k, v = rand(B, S, H, K), rand(B, S, G, K, seed=1), rand(B, S, G, K, seed=2)
+    word = random_words.random_words(5, "x", torch.arange(B * S).view(B, S), torch.empty(B, S, H, S)).transpose(1, 2)
+    found = []
+    for ours in (True, False):
+        if ours:
+            o = nn.attention(q, k, v, dropped=dropped)
+        else:
+            k_of, v_of = (x.transpose(1, 2).repeat_interleave(2, 1) for x in (k, v))
+            s = q.transpose(1, 2) @ k_of.mT / math.sqrt(K)
+            p = s.masked_fill(~torch.ones(S, S, dtype=torch.bool).tril(), -math.inf).softmax(-1)
+            o = (torch.where(word < round(0.4 * 2**32), 0, p / 0.6) @ v_of).transpose(1, 2)
+        found.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)

@@ -8,15 +8,21 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fmegatron.files import whole
-from fmegatron.plan.cuda.devices import Device
-from fmegatron.plan.torch_private import compiled_kernels
+import torch
 
-__all__ = ["Cubin", "assembled"]
+from fmegatron.files import whole
+from fmegatron.nn import tiled_attention, tiled_kernels
+from fmegatron.plan.cuda.devices import Device
+from fmegatron.plan.cuda.lowered import Graph
+from fmegatron.plan.torch_private import compiled_kernels, compiled_launch
+from fmegatron.step.graph.nodes import items_of
+
+__all__ = ["Cubin", "assembled", "of_attention"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,47 @@ def assembled(source: str, device: Device, most: int = 1, folder: str | os.PathL
     if known is not None:
         known.parent.mkdir(parents=True, exist_ok=True)
         whole.write_whole(known, json.dumps([asdict(one) for one in found]).encode(), durable=False)
+    return found
+
+
+def of_attention(graph: Graph, device: Device, folder: str | os.PathLike | None = None) -> list[tuple[str, Cubin]]:
+    """(name, machine code) of the kernels that `nn.tiled_attention` launches in a graph, each once.
+
+    folder: as of `assembled`. Raises what triton raises for a kernel that cannot be assembled.
+    """
+    import triton
+
+    ours, found = torch.ops.fmegatron_nn, {}
+    source = Path(tiled_kernels.__file__).read_text()
+    for node in graph.module.graph.nodes:
+        if node.target not in (ours.tiled_attention.default, ours.tiled_attention_backward.default):
+            continue
+        values = [x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in node.args]
+        for launch in tiled_attention.launches(values, items_of(node.meta["val"])):
+            shown = f"{triton.__version__} {device.arch} {launch.kernel.fn.__name__} {launch.settings}"
+            shown += "".join(_shown(launch.arguments))
+            key = hashlib.sha256(f"{shown}\n{source}".encode()).hexdigest()[:24]
+            if key not in found:
+                found[key] = launch.kernel.fn.__name__, _remembered(key, launch, device, folder)
+    return [*found.values()]
+
+
+def _shown(arguments: Iterable[Any]) -> list[str]:
+    """What code is made for: dtypes, strides and sizes."""
+    return [f" {x.dtype}" if isinstance(x, torch.Tensor) else "".join(_shown(x)) if isinstance(x, tuple) else f" {x}"
+            for x in arguments]  # fmt: skip
+
+
+def _remembered(key: str, launch: Any, device: Device, folder: str | os.PathLike | None) -> Cubin:
+    known = None if folder is None else Path(folder, f"{key}.json")
+    if known is not None and known.exists():
+        return Cubin(**json.loads(known.read_text()))
+    with tempfile.TemporaryDirectory() as there:
+        kind = (device.arch, device.shared_optin, device.multiprocessors)
+        found = _measured(compiled_launch(launch, kind), f"{launch.settings}", there)
+    if known is not None:
+        known.parent.mkdir(parents=True, exist_ok=True)
+        whole.write_whole(known, json.dumps(asdict(found)).encode(), durable=False)
     return found
 
 

@@ -27,6 +27,7 @@ _COPIES = frozenset({"pack", "unpack"})  # of what is sent, in memory
 _ATTENTION = re.compile(r"attention")
 _BY_ROWS = re.compile(r"_(flash|efficient)_attention")  # whose arrays are [B, S, H, K]
 _PAPER = re.compile(r"[#.]paper\d*$")  # behind the names of groups of a world on paper
+_TILED_BACKWARD = re.compile(r"tiled_attention_backward")
 _BACKWARD = re.compile(r"_scaled_dot_product_(cudnn|flash)_attention_backward")
 
 
@@ -122,8 +123,11 @@ def scratch(op: Any, arguments: Sequence[Any]) -> int:
     """Bytes of the device that an operator takes while it runs besides its results.
 
     Of attention's backward: the gradient of q in fp32, whose parts are added up, and a number a row (FlashAttention-2,
-    arXiv 2307.08691; torch's flash_api.cpp; cuDNN's workspace holds the same).
+    arXiv 2307.08691; torch's flash_api.cpp; cuDNN's workspace holds the same); of `nn.tiled_attention`'s the latter.
     """
+    if _TILED_BACKWARD.search(str(getattr(op, "__name__", op))):
+        q = list(_tensors(arguments[:2]))[1]
+        return 4 * q.numel() // q.shape[-1]
     if not _BACKWARD.search(str(getattr(op, "__name__", op))):
         return 0
     q = next(_tensors(arguments[1:]))

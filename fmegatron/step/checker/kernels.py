@@ -114,7 +114,7 @@ def _vague(t: Value) -> dict[str, Mark]:
 
 def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
     """Queries with what is known of the rows of their mask [.., S, T], all of whose T is there, as of keys, or of what
-    it is made of: positions and documents of queries [N, B, S] and of keys [N, B, T], and words [2, B, S] of dropout."""
+    it is made of: positions and documents of queries [N, B, S], of keys [N, B, T], words [2, B, S] of dropout."""
     for name in ("at_query", "words"):
         if (rows := given.get(name)) is not None:
             rows = along(scope, node, rows, 0, "kinds of numbers")
