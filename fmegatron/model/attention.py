@@ -33,7 +33,7 @@ class Attention(Mixer):
     head's query and key, before they are rotated. kv_copies: keys and values are arrays of their own, which every rank
     of tp has; a rank uses the heads that its queries read. For more ranks of tp than kv_heads. context: how it attends
     over a sequence that cp splits (`attention_of`); None: by a ring. dropout: in training, of the softmax, where the
-    loss is given samples (`model.loss`): with scores in memory and no flash kernel, and not over cp.
+    loss is given samples (`model.loss`); not over cp.
     Source: Vaswani et al. 2017, arXiv 1706.03762; grouped heads: arXiv 2305.13245.
     """
 
@@ -206,9 +206,11 @@ class Attention(Mixer):
         turned = q + k if self.rope is not None else 0.0
         mincut = (q + 2 * k) + turned + q + lse + dim + stat
         backward, late = 2 * (q + 2 * k) + k + 2 * dim, self.heads != self.kv_heads
-        uncounted = ("the scores of attention with dropout, which are in memory",) if self.dropout else ()
-        if self.softcap is not None:
-            uncounted = (*uncounted, "the scores of attention with softcap, in memory block by block")
+        uncounted = tuple(
+            f"the scores of attention with {what}, a tile at a time, on the CPU"
+            for what, on in (("dropout", self.dropout), ("softcap", self.softcap is not None))
+            if on
+        )
         return Widths(mincut, mincut + 2 * dim, q + 2 * k + dim, backward, dim, 0.0, late, uncounted)
 
     def products(self, seq_len: int, causal: bool) -> float:

@@ -100,8 +100,7 @@ _CHOICES: tuple[tuple[Kernel, tuple[tuple[str, Callable[[_Asked], bool]], ...]],
             *(_BY_EIGHT, _MASKS_BY_POSITIONS, _CAPS, _DROPS),
         ),
     ),
-    ("tiled", ()),
-)
+)  # and all else is "tiled"
 
 
 class Choice(NamedTuple):
@@ -139,13 +138,13 @@ def kernel_of(
         softcap is not None,
         dropped is not None,
     )
-    refused = []
+    refused: list[tuple[Kernel, tuple[str, ...]]] = []
     for name, conditions in _CHOICES:
         why = tuple(text for text, holds in conditions if not holds(asked))
         if not why:
             return Choice(name, tuple(refused))
         refused.append((name, why))
-    raise AssertionError("the last takes all")
+    return Choice("tiled", tuple(refused))
 
 
 def block(
@@ -290,7 +289,7 @@ class _How(NamedTuple):
 
     def of(self, words: Tensor | None, heads: Tensor | None, given: tuple[Tensor, ...]) -> tuple:
         """(mask, causal, softcap, dropped) of `tiled`; without dropout the arguments of `block` behind q, k and v."""
-        mask = Sight(*given, self.window) if self.by_positions else given[0] if given else None
+        mask = Sight(given[0], given[1], self.window) if self.by_positions else given[0] if given else None
         rest = () if words is None or heads is None else (Dropped(words, heads, self.rate),)
         return mask, mask is None, self.softcap, *rest
 

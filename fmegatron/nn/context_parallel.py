@@ -300,7 +300,7 @@ def _earlier(how: _Ring, hop: int, like: Tensor) -> Tensor:
 def _balanced(how, hop, found, rows, keys):
     """[(o, lse) of the first chunk of queries, of the second] with the block of one hop more."""
     if hop == 0 and not how.masked:
-        return list(zip(*map(_halves, block(rows[0], *keys[:2], None, True, how.softcap)), strict=True))
+        return list(zip(*map(_halves, block(rows[0], keys[0], keys[1], None, True, how.softcap)), strict=True))
     pairs = [_halves(x) for x in (*rows, *keys)]
     (q0, q1), (a0, a1), (k0, k1), (v0, v1), (b0, b1) = pairs
 

@@ -42,9 +42,10 @@ def attention(
     No scores are kept in memory, whatever is asked; which kernel it is, `attention_kernel` says.
     """
     mask = sight(mask_ST) if isinstance(mask_ST, Causal) else mask_ST
-    if isinstance(mask, Sight) or softcap is not None or sinks_H is not None or dropped is not None:
+    if _by_blocks(q_BSHK, v_BTGK, mask, softcap, sinks_H, dropped):
         how = {"sinks_H": sinks_H, "softcap": softcap, "scale": scale, "dropped": dropped}
         return attention_in_blocks(q_BSHK, k_BTGK, v_BTGK, mask, **how)
+    assert not isinstance(mask, Sight), "of blocks"
     mask = over_heads(mask)
     q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
     wide = q_BHSK.dtype in (torch.float32, torch.float64)
@@ -71,7 +72,13 @@ def attention_kernel(
     Fake tensors are enough, of any device. Arguments as of `attention`.
     """
     mask = sight(mask_ST) if isinstance(mask_ST, Causal) else mask_ST
-    own = isinstance(mask, Sight) or softcap is not None or sinks_H is not None or dropped is not None
-    if own:
+    if _by_blocks(q_BSHK, v_BTGK, mask, softcap, sinks_H, dropped):
         return str(kernel_of(q_BSHK, v_BTGK, mask, softcap, dropped))
     return "F.scaled_dot_product_attention: taken, by cuDNN, flash or a memory-efficient kernel as torch chooses"
+
+
+def _by_blocks(q, v, mask, softcap, sinks, dropped) -> bool:
+    """Whether torch's function does not know it, or would keep the scores on CUDA."""
+    if isinstance(mask, Sight) or softcap is not None or sinks is not None or dropped is not None:
+        return True
+    return q.device.type == "cuda" and kernel_of(q, v, mask).kernel == "tiled"

@@ -30,6 +30,7 @@ __all__ = [
     "launches",
     "merged",
     "of_queries",
+    "scratch",
     "tiled",
     "tiled_backward",
     "wide",
@@ -75,8 +76,8 @@ class Given(NamedTuple):
         """Positions of queries and of keys, documents of queries and of keys, each [1 | B, ..]."""
         if self.at_q is None or self.at_k is None:
             return None, None, None, None
-        documents = (x[1] if x.shape[0] == 2 else None for x in (self.at_q, self.at_k))
-        return self.at_q[0], self.at_k[0], *documents
+        in_q, in_k = (x[1] if x.shape[0] == 2 else None for x in (self.at_q, self.at_k))
+        return self.at_q[0], self.at_k[0], in_q, in_k
 
 
 def tiled(
@@ -242,7 +243,27 @@ def _walk_back(do_BHSV: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
             found = _of_tile_backward(given, tile, out)
             for whole, part, more in zip((dq, dk, dv), (rows, tile.keys, tile.keys), found, strict=True):
                 whole[:, :, part] += more
-    return tuple(x.copy_(total) for x, total in zip(_gradients(given), sums, strict=True))
+    found = _gradients(given)
+    for x, total in zip(found, sums, strict=True):
+        x.copy_(total)
+    return found
+
+
+def scratch(arguments: Sequence[Any]) -> int:
+    """Bytes that the walk takes beside its results: of one tile its mask, and scores where no kernel computes it; of
+    the backward sums of gradients.
+
+    arguments: of an operator; those of the backward are three more.
+    """
+    back = len(arguments) > len(Given._fields)
+    given = Given(*([*arguments[1:4], *arguments[6:]] if back else arguments))
+    (B, H, S, _), T = given.q.shape, given.k.shape[2]
+    pairs, item, of_wide = B * min(S, _TILE) * min(T, _TILE), given.q.element_size(), max(4, given.q.element_size())
+    by_kernel = _by_kernel(given)
+    mask = 8 + 3 + (item if by_kernel else 0) if given.at_q is not None else 3 + (item if by_kernel else 0)
+    scores = 0 if by_kernel else H * (5 if back else 3) * of_wide
+    sums = of_wide * sum(x.numel() for x in given[:3]) if back else 0
+    return pairs * (mask + scores) + sums
 
 
 def _by_kernel(given: Given) -> bool:
@@ -394,10 +415,11 @@ def _define_ops() -> torch.library.Library:
         f"tiled_attention_backward(Tensor grad_out, {qkv}Tensor out, Tensor logsumexp, {_REST}) "
         "-> (Tensor, Tensor, Tensor)"
     )
-    for name, walk, on_cuda, shapes, flops in (
+    both: tuple[tuple[str, Any, Any, Any, Any], ...] = (
         ("tiled_attention", _walk, _on_cuda, _shapes, _flops),
         ("tiled_attention_backward", _walk_back, _back_on_cuda, _shapes_back, _flops_back),
-    ):
+    )
+    for name, walk, on_cuda, shapes, flops in both:
         library.impl(name, walk, "CompositeExplicitAutograd")
         library.impl(name, on_cuda, "CUDA")
         library.impl(name, shapes, "Meta")

@@ -6,6 +6,8 @@ hidden tile costs what these take. Every sum is in fp32 and made by one program 
 Source: Dao 2023, arXiv 2307.08691, algorithms 1 and 2.
 """
 
+# pyright: reportOptionalMemberAccess=false, reportInvalidTypeForm=false
+# (triton may be missing, and its kernels are no Python)
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fmegatron.collectives import torch_private as of_collectives
+from fmegatron.nn import tiled_attention
 from fmegatron.plan.cuda import codegen, kernels
 from fmegatron.plan.cuda.devices import Device
 from fmegatron.plan.cuda.kernels import Kernel
@@ -357,4 +358,6 @@ def _scratch(func: Any, args: tuple, device: Device | None) -> int:
         "ppermute|all_to_all_rows", torch_private.opname(func)
     ):
         return args[0].numel() * args[0].element_size()  # a copy of what is sent
-    return 0 if device is None else kernels.scratch(func, args)
+    if device is not None:
+        return kernels.scratch(func, args)
+    return tiled_attention.scratch(args) if torch_private.opname(func).startswith("tiled_attention") else 0

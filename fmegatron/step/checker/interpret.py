@@ -19,6 +19,7 @@ import torch
 
 from fmegatron.collectives import kinds, torch_private
 from fmegatron.step.checker import (
+    attention,
     chunks,
     collectives,
     kernels,
@@ -48,7 +49,7 @@ from fmegatron.step.torch_private import (
 )
 
 RULES: Rules = MappingProxyType(
-    {**pointwise.RULES, **movement.RULES, **reductions.RULES, **lookups.RULES, **kernels.RULES}
+    {**pointwise.RULES, **movement.RULES, **reductions.RULES, **lookups.RULES, **kernels.RULES, **attention.RULES}
 )
 # How ops on lists name what the ops on single tensors call otherwise.
 _ALIKE = MappingProxyType({"scalar": "other", "scalars": "other", "tensor": "other"})
