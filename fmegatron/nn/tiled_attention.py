@@ -423,7 +423,8 @@ def _define_ops() -> torch.library.Library:
         library.impl(name, walk, "CompositeExplicitAutograd")
         library.impl(name, on_cuda, "CUDA")
         library.impl(name, shapes, "Meta")
-        flop_counter.register_flop_formula(getattr(torch.ops.fmegatron_nn, name))(flops)
+        counted: Any = flop_counter.register_flop_formula(getattr(torch.ops.fmegatron_nn, name))
+        counted(flops)
     return library
 
 
