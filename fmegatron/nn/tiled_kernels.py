@@ -11,6 +11,7 @@ Source: Dao 2023, arXiv 2307.08691, algorithms 1 and 2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -44,7 +45,7 @@ def has_triton() -> bool:
 def forward(given: Given, o_BHSV: Tensor, lse_BHS: Tensor) -> list[Launch]:
     """What computes output and log-sum-exp into these."""
     arrays = (given.q, given.k, given.v, o_BHSV, lse_BHS)
-    tile = _tile(given, 128, 64)
+    tile = _tile(given, "forward")
     grid = -(-given.q.shape[2] // tile["M"]), given.q.shape[0] * given.q.shape[1]
     return [Launch(_forward, grid, (arrays, *_rest(given, arrays)), tile)]
 
@@ -56,28 +57,37 @@ def backward(
 
     out: (gradient of the output, output, log-sum-exp). sums_BHS: fp32, memory for the products of the first two.
     """
-    (do, o, lse), (dq, dk, dv), tile = out, found, _tile(given, 64, 64)
-    fewer = {**tile, "M": min(tile["M"], 32)}  # a tile of keys adds up two gradients
+    (do, o, lse), (dq, dk, dv) = out, found
+    tile, other = _tile(given, "queries"), _tile(given, "keys")
     rows = (given.q, given.k, given.v, do, o, dq, lse, sums_BHS)
     keys = (given.q, given.k, given.v, do, dk, dv, lse, sums_BHS)
     (B, H, S, _), (_, G, T, _) = given.q.shape, given.k.shape
-    of_rows, of_keys = (-(-S // tile["M"]), B * H), (-(-T // tile["N"]), B * G)
+    of_rows, of_keys = (-(-S // tile["M"]), B * H), (-(-T // other["N"]), B * G)
     return [
         Launch(_backward_of_queries, of_rows, (rows, *_rest(given, rows)), tile),
-        Launch(_backward_of_keys, of_keys, (keys, *_rest(given, keys)), fewer),
+        Launch(_backward_of_keys, of_keys, (keys, *_rest(given, keys)), other),
     ]
 
 
 # ---- what kernels are given ------------------------------------------------------------------------------------------
-def _tile(given: Given, rows: int, keys: int) -> dict[str, int]:
-    """Sizes of tiles, and warps, by what registers can hold."""
+# (queries, keys) of a tile of each kernel, by the bytes of a row of keys or values, up to so many: what registers hold.
+_SIZES = MappingProxyType(
+    {
+        "forward": ((256, 128, 64), (512, 64, 32)),
+        "queries": ((128, 64, 64), (256, 64, 32), (512, 32, 32)),
+        "keys": ((128, 64, 64), (256, 32, 64), (512, 32, 32)),
+    }
+)
+
+
+def _tile(given: Given, which: str) -> dict[str, int]:
+    """Sizes of tiles, and warps, of a kernel."""
     wide, long = (max(16, 1 << (x.shape[-1] - 1).bit_length()) for x in (given.q, given.v))
-    bytes_of_row = max(wide, long) * given.q.element_size()
-    if bytes_of_row > 256:
-        rows, keys = (64, 32) if bytes_of_row <= 512 else (16, 16)
-    if given.q.element_size() == 4:
-        rows, keys = min(rows, 32), min(keys, 32)
-    warps = 4 if rows * max(wide, long) <= 64 * 64 else 8
+    item = given.q.element_size()
+    rows, keys = next(((m, n) for most, m, n in _SIZES[which] if max(wide, long) * item <= most), (16, 16))
+    if item == 4:  # whose products no tensor core makes
+        rows, keys = (min(rows, 32), min(keys, 32)) if max(wide, long) <= 64 else (16, 16)
+    warps = 4 if item == 2 and max(rows, keys) * max(wide, long) <= 64 * 64 else 8
     return {"M": rows, "N": keys, "K": wide, "V": long, "num_warps": warps, "num_stages": 2}
 
 
