@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 import optree
 
 from fmegatron.layout import Mesh, data_parallel
-from fmegatron.layout.rank_counts import ranks_along
 from fmegatron.tree import checks, structure, torch_private
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Axis:
     def only(self, names: tuple[str, ...]) -> Axis:
         """The axis of some of its names, in the order given."""
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
-        return replace(self, names=tuple(names), size=ranks_along(names, sizes), sizes=sizes)
+        return replace(self, names=tuple(names), size=self.mesh.extent(names), sizes=sizes)
 
     def require(self, layouts: structure.Tree, who: str) -> None:
         """ValueError, naming the leaf, unless all layouts (or ArraySpecs) of a tree are on the mesh of this axis."""
@@ -73,7 +72,7 @@ class Axes:
             raise ValueError(f"axes: got {names}, wanted each axis once")
         kept = tuple(name for name in names if self.mesh[name] > 1)
         sizes = tuple(int(self.mesh[name]) for name in kept)
-        return Axis(kept, ranks_along(kept, sizes), self.mesh, self.world, sizes)
+        return Axis(kept, self.mesh.extent(kept), self.mesh, self.world, sizes)
 
     @property
     def sequence(self) -> Axis:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from fmegatron.layout.rank_counts import ranks_along
+from fmegatron.layout.rank_counts import Along, Told, ranks_along
 
 # The field's names, which every mesh has, with size 1 at least; cpi: the inner axis of cp, where that has two levels.
 STANDARD_AXES = ("pp", "dp", "fsdp", "cp", "cpi", "ep", "tp")
@@ -82,7 +82,16 @@ class Mesh:
     @cached_property
     def _count_of(self) -> dict[str | tuple[str, ...], int]:
         """The sizes of axes, and of those that were asked for together, that know that they are numbers of ranks."""
-        return {name: ranks_along((name,), (size,)) for name, size in self._size_of.items()}
+        return {name: ranks_along((self._along[name],), (size,)) for name, size in self._size_of.items()}
+
+    @cached_property
+    def _along(self) -> dict[str, Along]:
+        return {name: Along(name) for name in self.names}
+
+    @property
+    def told(self) -> set[Told]:
+        """Who was told numbers of ranks of this mesh as plain numbers, or compared them (`rank_counts`)."""
+        return {one for axis in self._along.values() for one in axis.told}
 
     def __contains__(self, axis: object) -> bool:
         return axis in self._size_of
@@ -117,7 +126,8 @@ class Mesh:
         """Number of positions along one axis or joint axes, which knows that it is that, as the size of one does."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         if names not in self._count_of:
-            self._count_of[names] = ranks_along(names, [int(self[name]) for name in names])
+            mine = [name for name in names if self._size_of.get(name, self[name]) > 1]
+            self._count_of[names] = ranks_along([self._along[n] for n in mine], [self._size_of[n] for n in mine])
         return self._count_of[names]
 
     def check_rank(self, rank: int) -> int:

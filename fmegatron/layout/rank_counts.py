@@ -3,12 +3,16 @@
 `x / mesh["dp"]` (or `axes["dp"].size`) is the same graph as `x / 2` on two ranks, and on one rank another, and so is
 `x / y.shape[0]` where `y` is sharded: products, quotients and powers of such numbers know of what they are made, and to
 which powers, and so do sums, differences and rests in which there is a size (`n - 1`): of which terms. All else
-(`float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted at its node.
+(`float(n)`, numbers of tensors) makes plain numbers. That one was made of a size is noted at its node, and that one was
+made of a number of ranks, or compared with one, with the axes of the mesh.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+import types
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
@@ -16,10 +20,43 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RankCount", "RankShare", "SizeOf", "SumOf", "of_ranks", "of_sizes", "of_sums", "plain", "ranks_along"]
+__all__ = [
+    *("Along", "RankCount", "RankShare", "SizeOf", "SumOf", "Told"),
+    *("of_ranks", "of_sizes", "of_sums", "plain", "ranks_along"),
+]
 
-_Key = Any  # of str (an axis), SizeOf, SumOf
+_Key = Any  # of str (an axis, in numbers of a mesh an Along), SizeOf, SumOf
 _NONE: Mapping[str, Fraction] = MappingProxyType({})
+
+
+class Told(NamedTuple):
+    """That Python was told a number of ranks as a plain number, or what comparing it gave (number: None).
+
+    file, line: who asked. over: ((axis, power), ...) of the numbers of ranks that the number is made of.
+    """
+
+    file: str
+    line: int
+    number: float | None
+    over: tuple[tuple[str, Fraction], ...]
+
+    @property
+    def at(self) -> str:
+        """ "file.py:12"."""
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+class Along(str):
+    """The name of an axis of a mesh, which keeps who was told its number of ranks (set of Told)."""
+
+    __slots__ = ("told",)
+
+    told: set[Told]
+
+    def __new__(cls, name: str) -> Along:
+        made = super().__new__(cls, name)
+        made.told = set()
+        return made
 
 
 class SizeOf(NamedTuple):
@@ -49,11 +86,11 @@ class SumOf(NamedTuple):
         return any(isinstance(key, SizeOf) or (isinstance(key, SumOf) and key.sized) for key in keys)
 
 
-def ranks_along(names: Sequence[str], sizes: Sequence[int]) -> int:
+def ranks_along(names: Sequence[Along], sizes: Sequence[int]) -> int:
     """The number of ranks along these axes together, of which those of one rank leave no trace."""
     number = math.prod(sizes)
     over = tuple((name, Fraction(1)) for name, size in sorted(zip(names, sizes, strict=True)) if size > 1)
-    return RankCount(number, over) if over else number
+    return _Ranks(number, over) if over else number
 
 
 def of_ranks(number: Any) -> Mapping[str, Fraction]:
@@ -88,12 +125,12 @@ class _OfRanks:
     over: tuple[tuple[_Key, Fraction], ...] = ()
 
     def __float__(self) -> float:
-        _ask(self.over)
-        return float(_plain(self))
+        return float(self._told())
 
     def _told(self) -> Any:
-        float(self)
-        return _plain(self)
+        number = _plain(self)
+        _ask(self.over, number, sys._getframe(2))
+        return number
 
     def __int__(self) -> int:
         return int(self._told())
@@ -111,7 +148,8 @@ class _OfRanks:
         return round(self._told(), digits)
 
     def __reduce__(self) -> Any:
-        return type(self), (_plain(self), tuple((key, power) for key, power in self.over if isinstance(key, str)))
+        kind = RankCount if isinstance(self, int) else RankShare
+        return kind, (_plain(self), tuple((str(key), power) for key, power in self.over if isinstance(key, str)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *given: Any, **how: Any) -> Any:
         """As numpy computes with a number of Python, which has no dtype: arrays of float32 stay float32."""
@@ -198,6 +236,34 @@ class RankCount(_OfRanks, int):
         return made
 
 
+class _Ranks(RankCount):
+    """A number of ranks as a mesh gives it: what comparing it gives is another on one rank."""
+
+    def _compared(self) -> int:
+        _ask(self.over, None, sys._getframe(2))
+        return _plain(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared() != other
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared() < other
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared() <= other
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared() > other
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared() >= other
+
+    __hash__ = int.__hash__
+
+
 class RankShare(_OfRanks, float):
     """A quotient of them, or any other float."""
 
@@ -207,14 +273,19 @@ class RankShare(_OfRanks, float):
         return made
 
 
-def _ask(over: tuple[tuple[_Key, Fraction], ...]) -> None:
-    """Note of all sizes in a product, and in the sums of it, that Python was given them as a plain number."""
+def _ask(over: tuple[tuple[_Key, Fraction], ...], number: float | None, frame: types.FrameType) -> None:
+    """Note of all sizes in a product, and in the sums of it, that Python was given them as a plain number, and of
+    numbers of ranks, in which frame."""
     for key, _ in over:
         if isinstance(key, SizeOf):
             key.ask()
+        elif isinstance(key, Along):
+            whole = number if all([isinstance(one, str) for one, _ in over]) else None
+            axes = tuple([(str(one), power) for one, power in over]) if whole is not None else ()
+            key.told.add(Told(frame.f_code.co_filename, frame.f_lineno, whole, axes))
         elif isinstance(key, SumOf):
             for one in key.terms:
-                _ask(one)
+                _ask(one, None, frame)
 
 
 def _is_number(x: Any) -> bool:

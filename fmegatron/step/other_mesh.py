@@ -22,7 +22,7 @@ import torch
 from fmegatron.collectives import Axes, axes
 from fmegatron.layout import Layout, Mesh, Split, rank_counts
 from fmegatron.step.code_reads import inner_codes
-from fmegatron.step.read_tokens import GONE, held, is_users, is_users_class
+from fmegatron.step.read_tokens import GONE, held, is_users, is_users_class, is_users_file
 from fmegatron.tree import ArraySpec
 
 __all__ = ["OneRank", "on_one_rank", "ones"]
@@ -37,27 +37,30 @@ def on_one_rank(layout: Layout) -> Layout:
 
 
 class OneRank:
-    """Moves values from a mesh to one rank. instead: {a plain whole number of the user's: what it is taken for}.
+    """Moves values from a mesh to one rank. instead: {a plain number of the user's: what it is taken for}.
 
-    plain: whole numbers beyond 1 that were met in the user's functions and values, outside of their code.
+    plain: whole numbers beyond 1 that were met in the user's functions and values, outside of their code. taken: those
+    numbers of `instead` that were met. told: what users asked of meshes that were met (`layout.rank_counts`).
     Raises ValueError for a number that is made of sizes, or a rest, of which nothing is known on one rank.
     """
 
-    def __init__(self, mesh: Mesh, instead: Mapping[int, int] | None = None):
+    def __init__(self, mesh: Mesh, instead: Mapping[float, float] | None = None):
         self.mesh, self.instead = mesh, dict(instead or {})
-        self.plain: set[int] = set()
+        self.plain, self.taken, self.told = set[int](), set[float](), set[rank_counts.Told]()
         self._done: dict[int, tuple[Any, Any]] = {}  # id -> (the object, which is kept, and what it became)
 
     def __call__(self, x: Any, users: bool = True) -> Any:
         """The value on one rank; what has nothing of the mesh in it is itself. users: whether it is the user's."""
         if isinstance(x, rank_counts.OF_RANKS):
             return self._number(x)
-        if isinstance(x, (*_ATOMS, float)):
+        if isinstance(x, _ATOMS):
             return x
-        if isinstance(x, int):
-            if users and x > 1:
+        if isinstance(x, (int, float)):
+            if users and x in self.instead:
+                self.taken.add(x)
+                return type(x)(self.instead[x])
+            if users and isinstance(x, int) and x > 1:
                 self.plain.add(x)
-                return self.instead.get(x, x)
             return x
         if id(x) not in self._done:
             self._done[id(x)] = (x, x)  # what holds itself
@@ -65,6 +68,9 @@ class OneRank:
         return self._done[id(x)][1]
 
     def _moved(self, x: Any, users: bool) -> Any:
+        if isinstance(x, (Mesh, Layout, Axes, axes.Axis)):
+            told = (x if isinstance(x, Mesh) else x.mesh).told
+            self.told.update(one for one in told if is_users_file(one.file))
         if isinstance(x, Mesh):
             return ones(x)
         if isinstance(x, Layout):

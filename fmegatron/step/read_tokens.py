@@ -30,6 +30,7 @@ __all__ = [
     "is_state",
     "is_users",
     "is_users_class",
+    "is_users_file",
     "is_users_module",
     "token_of",
     "words_of",
@@ -112,7 +113,11 @@ def token_of(x: Any, deep: int = 0) -> Any:
 
 def is_users(code: types.CodeType) -> bool:
     """Whether a code is neither torch's, numpy's, this package's nor Python's."""
-    file = code.co_filename
+    return is_users_file(code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """The same of the file of a code."""
     return not file.startswith(_NOT_USERS) and f"{os.sep}optree{os.sep}" not in file or _in_packages(file)
 
 

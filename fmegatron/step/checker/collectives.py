@@ -22,6 +22,7 @@ import torch
 
 from fmegatron.collectives import kinds, places, table
 from fmegatron.layout import split
+from fmegatron.step.checker.completion import in_any_order
 from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.dims import (
     UNIFORM,
@@ -336,6 +337,10 @@ def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: 
         names, here = axes_on(axes, place, dim), dim == place.interleaved
         if names:
             parts = place.parts if here else ()
+            if not (place.block or true or place.assigned) and _beside_others(x, names, dim) and in_any_order(node):
+                n, x = int(scope.mesh.extent(names)), x.without(names)
+                x = x.with_dims((Atom(n, ()), *one) if d == dim else one for d, one in enumerate(x.dims))
+                continue
             if place.assigned:
                 sizes, order = place.assigned
                 x = _dim_gathered(scope, node, x, dim, names, pieces_of(sizes, order), False, f"dim {dim}")
@@ -345,6 +350,11 @@ def _gathered(scope: Scope, node: Node, x: Value, axes: tuple[str, ...], place: 
             sizes = true.get(dim, ())
             x = _without_padding(x, dim, sum(sizes), sizes, true.get(dim))
     return x
+
+
+def _beside_others(x: Value, axes: tuple[str, ...], dim: int) -> bool:
+    """Whether these axes shard other dims: what ranks have is brought together, and not where it was."""
+    return all([axis not in x.marks and x.shards(axis) and dim not in x.shards(axis) for axis in axes])
 
 
 def _unflattened(scope: Scope, node: Node, x: Value, block: tuple[int, ...], first: int) -> Value:

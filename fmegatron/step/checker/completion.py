@@ -8,6 +8,7 @@ it meets the index, before sums over the ranks are made of it, nothing can compl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.values import Suspect, Unknown, Value
 from fmegatron.step.graph.nodes import items_of
 
-__all__ = ["comes_from_another", "may_be_completed", "met_in_another_order", "pieces_paired"]
+__all__ = ["comes_from_another", "in_any_order", "may_be_completed", "met_in_another_order", "pieces_paired"]
 
 Node = torch.fx.Node
 _SUMS = (table.PSUM, table.REDUCE_SCATTER)
@@ -29,6 +30,33 @@ _EACH = frozenset(
     "mm addmm bmm baddbmm sum mean _softmax _log_softmax amax amin unsqueeze squeeze permute transpose t expand clone"
     " detach _to_copy alias native_layer_norm linalg_vector_norm getitem".split()
 )
+_WHOLE = frozenset("sum mean amax amin prod linalg_vector_norm".split())
+
+
+def in_any_order(node: Node) -> bool:
+    """Whether all that is made of what a node gives is a reduction over all of its elements, each treated alike before:
+    where they stand does not matter."""
+    todo, seen, reduced = [node], {node}, False
+    while todo:
+        for user in todo.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if op_name(user) in _WHOLE:
+                at = {"linalg_vector_norm": 2, "prod": None}.get(op_name(user), 1)  # of `prod` with a dim, that dim
+                given = user.args[1:2] if at is None else user.args[at : at + 1]
+                dims = given[0] if given and given[0] is not None else ()
+                rank = user.all_input_nodes[0].meta["val"].dim()
+                if dims != () and len(dims if isinstance(dims, (list, tuple)) else (dims,)) not in (0, rank):
+                    return False
+                reduced = True
+            elif user.target is operator.getitem or (
+                torch.Tag.pointwise in getattr(user.target, "tags", ()) and len(user.all_input_nodes) == 1
+            ):
+                todo.append(user)
+            else:
+                return False
+    return reduced
 
 
 def may_be_completed(scope: Scope, node: Node, axis: str) -> bool:

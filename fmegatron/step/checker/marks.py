@@ -353,6 +353,7 @@ def scaled(
     meant = divides or any(is_one(abs(factor) * size) for size in sizes)
     if abs(factor) == 1:
         return x
+    x = portion_after(scope, x, factor, over, divides, divides and not back)
     divisor = 1 / abs(factor) if factor else 0.0
     whole = round(divisor) if meant and divisor > 1.5 and is_one(divisor / round(divisor)) else 0
     excess = {}

@@ -23,7 +23,7 @@ import torch
 
 from fmegatron import tree
 from fmegatron.collectives import kinds, table
-from fmegatron.layout import Layout, Mesh
+from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step import opaque, widen
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Unproven, line_of, op_name
 from fmegatron.step.checker.shapes import Open
@@ -42,6 +42,7 @@ _RUNS = 128  # and of those in a graph
 _FAR, _NEAR = 1e-6, 1e-4  # of what differs, and of what a reading may explain
 _BACK = " (backward)"
 _LOOK = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
+_RANKS = "was told a number of ranks, and with that of one rank the step makes other numbers, on random ones"
 _TOLD = "numbers are made of a size of a rank's part, and on random numbers the step is not what one rank makes of them"
 _FAULTS = (
     Open,
@@ -73,32 +74,43 @@ class Step(NamedTuple):
 
 def differing(report: Report, step: Step, mesh: Mesh) -> Report:
     """The report, where lines are findings that are unproven and of which an output is another than on one rank; and
-    where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part, or a
-    number is a sum with one: what is made of those no rule sees."""
+    where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part or a number
+    of ranks, or a number is a sum with a size: what is made of those no rule sees."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
     told = next((n for n in step.traced.graph_module.graph.nodes if n.meta.get("asked") or n.meta.get("sums")), None)
     outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
     of_number = {path for path, node in outputs if _is_count_of_number(node)} | vouched
-    paths = [p for p in step.traced.out_paths if p not in of_number and (p in open_ or told is not None)]
+    ranks = _told_ranks(step, mesh)
+    paths = [p for p in step.traced.out_paths if p not in of_number and (p in open_ or told is not None or ranks)]
     trusted = any(isinstance(one, Finding) for one, _ in report.silenced)  # what it makes may differ as the user knows
     if not paths or trusted or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
         return report
     try:
         with torch.no_grad():
-            compared = _Compared(step, mesh)
+            compared, proven = _Compared(step, mesh), [path for path in paths if path not in open_]
             wrong = compared.different([path for path in paths if path in open_])
-            beside = compared.different([path for path in paths if path not in open_], made=False)
+            beside = compared.different(proven, made=False)
+            beside |= compared.different_as_told([path for path in proven if path not in beside], ranks)
     except _FAULTS:  # it cannot be run so: what was open stays open
         return report
     found = _with_findings(report, wrong)
-    if told is None or not beside:
+    if not beside:
         return found
     axes = tuple(axis for axis in mesh.names if mesh[axis] > 1)
-    at, op = line_of(told), op_name(told)
-    return dataclasses.replace(
-        found, unproven=(*found.unproven, Unproven(at, op, axes, _TOLD, GO_ON, tuple(p for p in paths if p in beside)))
-    )
+    at, op, why = (ranks[0].at, "a number of ranks", _RANKS) if told is None else (line_of(told), op_name(told), _TOLD)
+    more = Unproven(at, op, axes, why, GO_ON, tuple(p for p in paths if p in beside))
+    return dataclasses.replace(found, unproven=(*found.unproven, more))
+
+
+def _told_ranks(step: Step, mesh: Mesh) -> list[rank_counts.Told]:
+    """What the user's code asked of the mesh, in the order of lines."""
+    moved = OneRank(mesh)
+    try:
+        moved((mesh, step.fn.function if isinstance(step.fn, Description) else step.fn))
+    except ValueError:  # of what one rank has not
+        pass
+    return sorted(moved.told, key=lambda one: (one.number is None, one.file, one.line))
 
 
 def _with_findings(report: Report, wrong: set[str]) -> Report:
@@ -146,9 +158,9 @@ class _Compared:
             raise Open
         return _Graph(graph, traced.out_paths, mesh)
 
-    def _on_one(self, instead: Mapping[int, int] | None = None) -> tuple[_Graph, set[int]]:
-        """The step on one rank, and the plain numbers that it closes over."""
-        fn, plain = self.step.fn, set[int]()
+    def _on_one(self, instead: Mapping[float, float] | None = None) -> tuple[_Graph, set[int], set[float]]:
+        """The step on one rank, the plain numbers that it closes over, and those of `instead` among them."""
+        fn, plain, taken = self.step.fn, set[int](), set[float]()
         if isinstance(fn, Description) and fn.on is not None:
             described = fn.on(self.one)
             function, given = described.function, (described.state, described.batch)
@@ -156,13 +168,14 @@ class _Compared:
             moved = OneRank(self.mesh, instead)
             function = moved(fn.function if isinstance(fn, Description) else fn)
             given, plain = tree.map(on_one_rank, tree.layouts(self.step.args)), moved.plain
+            taken = moved.taken
         layouts = tree.layouts(given)
         if [x.shape for x in tree.leaves(layouts)] != [x.shape for x in self.layouts]:
             raise Open
         traced = trace(function, tree.map(self.step.empty, layouts))
         if traced.out_paths != self.many.paths or any(map(_of_ranks, traced.graph_module.graph.nodes)):
             raise Open
-        return self._flat(traced, self.one), plain
+        return self._flat(traced, self.one), plain, taken
 
     def different(self, paths: Sequence[str], made: bool = True) -> set[str]:
         """Those of these outputs that are others than on one rank, on all draws; none where a reading explains them.
@@ -170,7 +183,7 @@ class _Compared:
         made: there are readings, too, of numbers that are others on one rank already, as they are made of sizes."""
         if not paths:
             return set()
-        (graph, plain), draws, ranks = self._as_written, self._draws, self._ranks
+        (graph, plain, _), draws, ranks = self._as_written, self._draws, self._ranks
         wrong = set(paths)
         for mine, (one, near) in zip(ranks, self._ones, strict=True):
             wrong = {p for p in wrong if self._differs(p, mine, one, near)}
@@ -188,9 +201,34 @@ class _Compared:
                 return set()
         return wrong
 
+    def different_as_told(self, paths: Sequence[str], told: Sequence[rank_counts.Told]) -> set[str]:
+        """Those of these outputs that are others than on one rank where the plain numbers of ranks that Python was told
+        are those of one rank: in each reading of what else may have been made of these."""
+        numbers = dict[float, float]()
+        for one in told:
+            if one.number is not None:
+                here = one.number * math.prod(int(self.mesh[axis]) ** -float(power) for axis, power in one.over)
+                numbers |= {one.number: here, 1 / one.number: 1 / here}
+        if self.stated or not paths or not numbers:
+            return set()
+        found: set[str] | None = None
+        for more in itertools.chain(({},), self._readings(self._as_written[1] - numbers.keys())):
+            try:
+                graph, _, taken = self._on_one({**numbers, **more})
+                if not taken & numbers.keys():
+                    return set()  # as it is written
+                one = self._ran(graph, [[x] for x in self._draws[0]])
+            except _FAULTS:  # no reading of it
+                continue
+            wrong = {p for p in paths if self._differs(p, self._ranks[0], one, one, _NEAR)}
+            if not wrong:
+                return set()
+            found = found or wrong
+        return found or set()
+
     # ---- values, which all questions share
     @functools.cached_property
-    def _as_written(self) -> tuple[_Graph, set[int]]:
+    def _as_written(self) -> tuple[_Graph, set[int], set[float]]:
         return self._on_one()
 
     @functools.cached_property
@@ -206,7 +244,7 @@ class _Compared:
     @functools.cached_property
     def _ones(self) -> list[tuple[list, list]]:
         """Of each draw the outputs of one rank, and those of inputs that are moved by a little."""
-        graph, _ = self._as_written
+        graph = self._as_written[0]
         return [
             (self._ran(graph, [[x] for x in draw]), self._ran(graph, [[_nudged(x)] for x in draw]))
             for draw in self._draws

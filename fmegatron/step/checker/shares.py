@@ -49,7 +49,8 @@ def portion_after(
     if count < 2 or not is_one(abs(factor) * count):
         return x
     left = (None, "maybe", "equal", "rows", *(("exact", "part") if divides else ()))
-    big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and x.portion.get(a) in left]
+    large = {a for a, e in x.excess.items() if e.power}
+    big = [a for a in scope.mesh.names if scope.mesh[a] > 1 and a not in large and x.portion.get(a) in left]
     found = {a: "maybe" for a in big if count % scope.mesh[a] == 0}
     for k in range(1, len(big) + 1) if divides else ():
         for axes in itertools.combinations(big, k):
@@ -69,7 +70,7 @@ def _numbered(scope: Scope, x: Value) -> Value:
     portion = dict(x.portion)
     for axis in scope.mesh.names:
         before = portion.get(axis)
-        if scope.mesh[axis] == 1:
+        if scope.mesh[axis] == 1 or (axis in x.excess and x.excess[axis].power):
             continue
         if before in _AS_MEANS:
             portion[axis] = _AS_MEANS[before]
