@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -30,22 +30,29 @@ __all__ = ["OneRank", "on_one_rank", "ones"]
 _ATOMS = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torch.Tensor, type, types.ModuleType)
 
 
-def on_one_rank(layout: Layout) -> Layout:
-    """The layout of the whole array on a mesh of ones."""
-    spec = tuple(None if isinstance(entry, Split) and entry.assigned else entry for entry in layout.spec)
-    return layout.replace(mesh=ones(layout.mesh), spec=spec, flat=(), padded=False)
+def on_one_rank(layout: Layout, axes: Collection[str] | None = None) -> Layout:
+    """The layout of the whole array on a mesh of ones; axes: on one where these have one rank."""
+    assigned = [entry for entry in layout.spec if isinstance(entry, Split) and entry.assigned]
+    if axes is not None and (assigned or layout.flat or layout.padded):
+        raise ValueError(f"on one rank: got the layout {layout}, wanted an even split of dims; leave that out")
+    spec = tuple(None if entry in assigned else entry for entry in layout.spec)
+    return layout.replace(mesh=ones(layout.mesh, axes), spec=spec, flat=(), padded=False)
 
 
 class OneRank:
     """Moves values from a mesh to one rank. instead: {a plain number of the user's: what it is taken for}.
 
     plain: whole numbers beyond 1 that were met in the user's functions and values, outside of their code. taken: those
-    numbers of `instead` that were met. told: what users asked of meshes that were met (`layout.rank_counts`).
+    numbers of `instead` that were met. told: what users asked of meshes that were met (`layout.rank_counts`). axes:
+    those that have one rank then; None: all. made: meshes that it made.
     Raises ValueError for a number that is made of sizes, or a rest, of which nothing is known on one rank.
     """
 
-    def __init__(self, mesh: Mesh, instead: Mapping[float, float] | None = None):
-        self.mesh, self.instead = mesh, dict(instead or {})
+    def __init__(
+        self, mesh: Mesh, instead: Mapping[float, float] | None = None, axes: Collection[str] | None = None
+    ):
+        self.mesh, self.instead, self.axes = mesh, dict(instead or {}), axes
+        self.made: list[Mesh] = []
         self.plain, self.taken, self.told = set[int](), set[float](), set[rank_counts.Told]()
         self._done: dict[int, tuple[Any, Any]] = {}  # id -> (the object, which is kept, and what it became)
 
@@ -72,15 +79,16 @@ class OneRank:
             told = (x if isinstance(x, Mesh) else x.mesh).told
             self.told.update(one for one in told if is_users_file(one.file))
         if isinstance(x, Mesh):
-            return ones(x)
+            self.made.append(ones(x, self.axes))
+            return self.made[-1]
         if isinstance(x, Layout):
-            return on_one_rank(x)
+            return on_one_rank(x, self.axes)
         if isinstance(x, ArraySpec):
-            return dataclasses.replace(x, layout=on_one_rank(x.layout))
+            return dataclasses.replace(x, layout=on_one_rank(x.layout, self.axes))
         if isinstance(x, Axes):
-            return Axes(ones(x.mesh), data=x.data)
+            return Axes(self(x.mesh), data=x.data)
         if isinstance(x, axes.Axis):
-            return axes.Axis((), 1, ones(x.mesh))
+            return Axes(self(x.mesh))[x.names]
         if isinstance(x, types.FunctionType):
             return self._function(x)
         if isinstance(x, types.MethodType):
@@ -131,10 +139,13 @@ class OneRank:
 
     def _number(self, x: Any) -> Any:
         one = rank_counts.plain(x) * self._ratio(x.over)
+        left = tuple((k, p) for k, p in x.over if isinstance(k, str) and self.axes is not None and k not in self.axes)
         if isinstance(x, int) and abs(one - round(one)) > 1e-9:
             raise ValueError(
                 f"on one rank: got {x}, wanted a number of ranks that is a whole one there; make it of sizes"
             )
+        if left:
+            return rank_counts.RankCount(round(one), left) if isinstance(x, int) else rank_counts.RankShare(one, left)
         return round(one) if isinstance(x, int) else one
 
     def _ratio(self, over: Any) -> float:
@@ -142,7 +153,7 @@ class OneRank:
         ratio = 1.0
         for key, power in over:
             if isinstance(key, str):
-                ratio *= int(self.mesh[key]) ** -float(power)
+                ratio *= int(self.mesh[key]) ** -float(power) if self.axes is None or key in self.axes else 1
             elif isinstance(key, rank_counts.SumOf) and key.parts and key.number:
                 terms = zip(key.parts, key.terms, strict=True)
                 ratio *= (sum(part * self._ratio(of) for part, of in terms) / key.number) ** float(Fraction(power))
@@ -153,9 +164,11 @@ class OneRank:
         return ratio
 
 
-def ones(mesh: Mesh) -> Mesh:
-    """The mesh with the same axes, each of size 1."""
-    return Mesh(**dict.fromkeys(mesh.names, 1))
+def ones(mesh: Mesh, axes: Collection[str] | None = None) -> Mesh:
+    """The mesh with the same axes, each of size 1; axes: these alone."""
+    if axes is None:
+        return Mesh(**dict.fromkeys(mesh.names, 1))
+    return Mesh(**{name: 1 if name in axes else int(mesh[name]) for name in mesh.names})
 
 
 def _like(x: Any, items: Any) -> Any:

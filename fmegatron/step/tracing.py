@@ -462,7 +462,7 @@ def _set_lines(graph_module) -> None:
     that are made of sums with such sizes (number, a term, see `_of_sums`); meta["made"]: of all that are made of any
     (number, of what, see `_made_of`); meta["asked"]: dims of its result whose size Python was told as a plain number.
     meta["of_gradient"]: whether autograd asked for it. meta["outside"]: no line inside of what is traced stands for it,
-    and `at` is that of the call."""
+    and `at` is that of the call. (meta["scales"]: see `checker/scaled_numbers.py`.)"""
     forward_line, of_forward = {}, {}
     for node in graph_module.graph.nodes:
         if node.op != "call_function":

@@ -33,7 +33,7 @@ from fmegatron.step.graph.nodes import node_of
 from fmegatron.step.other_mesh import OneRank, on_one_rank, ones
 from fmegatron.step.tracing import Traced, trace
 
-__all__ = ["Step", "differing"]
+__all__ = ["Step", "differing", "told_ranks"]
 
 _MOST = 1 << 25  # elements that all ranks make together at most
 _NODES = 1 << 17  # and ops that they run
@@ -72,16 +72,17 @@ class Step(NamedTuple):
     empty: Callable[[Layout], torch.Tensor]
 
 
-def differing(report: Report, step: Step, mesh: Mesh) -> Report:
+def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = None) -> Report:
     """The report, where lines are findings that are unproven and of which an output is another than on one rank; and
     where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part or a number
-    of ranks, or a number is a sum with a size: what is made of those no rule sees."""
+    of ranks, or a number is a sum with a size: what is made of those no rule sees. before: the report without what was
+    taken for numbers of ranks: that stays where the step cannot be run with those of one rank, or then differs."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
     told = next((n for n in step.traced.graph_module.graph.nodes if n.meta.get("asked") or n.meta.get("sums")), None)
     outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
     of_number = {path for path, node in outputs if _is_count_of_number(node)} | vouched
-    ranks = _told_ranks(step, mesh)
+    ranks = told_ranks(step, mesh)
     paths = [p for p in step.traced.out_paths if p not in of_number and (p in open_ or told is not None or ranks)]
     trusted = any(isinstance(one, Finding) for one, _ in report.silenced)  # what it makes may differ as the user knows
     if not paths or trusted or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
@@ -91,9 +92,12 @@ def differing(report: Report, step: Step, mesh: Mesh) -> Report:
             compared, proven = _Compared(step, mesh), [path for path in paths if path not in open_]
             wrong = compared.different([path for path in paths if path in open_])
             beside = compared.different(proven, made=False)
-            beside |= compared.different_as_told([path for path in proven if path not in beside], ranks)
+            as_told = compared.different_as_told([path for path in proven if path not in beside], ranks)
+            beside |= as_told or set()
+            if before is not None and (as_told is None or beside):
+                return differing(before, step, mesh)
     except _FAULTS:  # it cannot be run so: what was open stays open
-        return report
+        return report if before is None else before
     found = _with_findings(report, wrong)
     if not beside:
         return found
@@ -103,7 +107,7 @@ def differing(report: Report, step: Step, mesh: Mesh) -> Report:
     return dataclasses.replace(found, unproven=(*found.unproven, more))
 
 
-def _told_ranks(step: Step, mesh: Mesh) -> list[rank_counts.Told]:
+def told_ranks(step: Step, mesh: Mesh) -> list[rank_counts.Told]:
     """What the user's code asked of the mesh, in the order of lines."""
     moved = OneRank(mesh)
     try:
@@ -201,9 +205,9 @@ class _Compared:
                 return set()
         return wrong
 
-    def different_as_told(self, paths: Sequence[str], told: Sequence[rank_counts.Told]) -> set[str]:
+    def different_as_told(self, paths: Sequence[str], told: Sequence[rank_counts.Told]) -> set[str] | None:
         """Those of these outputs that are others than on one rank where the plain numbers of ranks that Python was told
-        are those of one rank: in each reading of what else may have been made of these."""
+        are those of one rank: in each reading of what else may have been made of these. None: it has none."""
         numbers = dict[float, float]()
         for one in told:
             if one.number is not None:
@@ -224,7 +228,7 @@ class _Compared:
             if not wrong:
                 return set()
             found = found or wrong
-        return found or set()
+        return found
 
     # ---- values, which all questions share
     @functools.cached_property

@@ -178,6 +178,8 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
     known = None
     if "parts" in node.meta:
         known = sizes.of_factor(scope, node, factor, divides)
+    elif "scales" in node.meta:
+        known = sizes.Known({a: -p if divides else p for a, p in node.meta["scales"].items()}, False)
     elif of is not None and of.ranks:
         known = sizes.of_tensor(scope, of, divides)
     if known is not None:
