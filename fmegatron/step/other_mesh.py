@@ -119,7 +119,7 @@ class OneRank:
 
     def _function(self, f: types.FunctionType) -> types.FunctionType:
         users = is_users(f.__code__)
-        if not users and not (f.__module__ or "").startswith("fmegatron."):
+        if not users and not f.__globals__.get("__name__", "").startswith("fmegatron."):  # its own may be another's
             return f
         cells = tuple(types.CellType() for _ in f.__closure__ or ())
         names = dict(f.__globals__) if users else f.__globals__

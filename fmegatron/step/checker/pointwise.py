@@ -176,10 +176,11 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
     """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
     known = None
-    if "parts" in node.meta:
+    if "scales" in node.meta:
+        over = {a: -p if divides else p for a, p in node.meta["scales"].items()}
+        known = sizes.Known(over, not over)
+    elif "parts" in node.meta:
         known = sizes.of_factor(scope, node, factor, divides)
-    elif "scales" in node.meta:
-        known = sizes.Known({a: -p if divides else p for a, p in node.meta["scales"].items()}, False)
     elif of is not None and of.ranks:
         known = sizes.of_tensor(scope, of, divides)
     if known is not None:

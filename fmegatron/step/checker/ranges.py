@@ -172,6 +172,11 @@ def _size_by(scope: Scope, node: Node, number: Any, axes: tuple[str, ...]) -> in
         atoms = joined(scope.sizes.get(sizes[0][:2]) or ())
         if len(atoms) == 1 and atoms[0].axes == axes and atoms[0].plain and not atoms[0].cuts:
             return number
+    ranks = math.prod(int(scope.mesh[axis]) for axis in axes)
+    for whole, made in node.meta.get("made", ()):  # a plain number of which another mesh has told it
+        if isinstance(number, int) and whole == number and made is not None and not made[0] and not made[2]:
+            if {axis: power for axis, power in made[1] if axis in scope.mesh.names} == dict.fromkeys(axes, -1):
+                return number if ranks > 1 else None
     return None
 
 

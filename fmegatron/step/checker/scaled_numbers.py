@@ -9,6 +9,7 @@ large is taken for that one, and on random numbers must be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 
@@ -23,8 +24,13 @@ from fmegatron.step.tracing import Traced, trace
 
 __all__ = ["known_numbers", "on_one_rank_of"]
 
+_Way = int | None  # see `_way`; None: another, of which nothing is known
 _FACTORS = frozenset(("mul", "div", "_foreach_mul", "_foreach_div"))
-_POWERS = (-2, -1, 1, 2)
+_GIVEN = _FACTORS.union(
+    "add sub rsub arange eye slice select narrow roll eq ne lt le gt ge remainder floor_divide fmod clamp clamp_min"
+    " clamp_max minimum maximum constant_pad_nd split split_with_sizes pow topk scalar_tensor lift_fresh_copy".split()
+)
+_POWERS, _SAME = (-2, -1, 1, 2), 3
 _FAULTS = (Open, ValueError, RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
 
 
@@ -35,12 +41,12 @@ def known_numbers(
     told: Sequence[rank_counts.Told],
     empty: Callable[[Layout], torch.Tensor],
 ) -> bool:
-    """Note of the factors in a graph what they are (meta["ranks"], meta["scales"]), as far as other meshes tell; whether
-    there are any. layouts: those of the arguments of the function. told: what the user's code asked of the mesh."""
+    """Note of the numbers in a graph what they are made of (meta["made"], of factors meta["ranks"], meta["scales"]), as
+    far as other meshes tell; whether there are any. layouts: those of the arguments of the function. told: what the user's code asked of the mesh."""
     mesh, graph = tree.leaves(layouts)[0].mesh, traced.graph_module.graph
     asked = any("asked" in node.meta for node in graph.nodes)
     axes = [a for a in mesh.names if mesh[a] > 1 and (asked or any(a in dict(one.over) for one in told))]
-    scales: dict[torch.fx.Node, dict[str, Fraction]] = {}
+    made, tried = dict[torch.fx.Node, dict[float, dict[str, _Way]]](), set[str]()
     inside = _asked_inside(fn, layouts, axes, empty) if len(axes) > 1 else frozenset()
     for axis in axes:
         outside = [one for one in told if (one.file, one.line) not in inside and axis in dict(one.over)]
@@ -50,15 +56,72 @@ def known_numbers(
             continue
         if moved.out_paths != traced.out_paths:
             continue
-        for node, power in _powers(graph, moved.graph_module.graph, int(mesh[axis])).items():
-            scales.setdefault(node, {})[axis] = Fraction(power)
-    for node, over in scales.items():
-        (number,) = _factors(node)
-        product = float(number)
-        for axis, power in over.items():
-            product /= int(mesh[axis]) ** float(power)
-        node.meta["ranks" if abs(product - 1) < 1e-9 else "scales"] = over
-    return bool(scales)
+        for node, ways in _differences(graph, moved.graph_module.graph, int(mesh[axis])).items():
+            for number, way in ways.items():
+                made.setdefault(node, {}).setdefault(number, {})[axis] = way
+        tried.add(axis)
+    forward = {
+        (one.meta.get("seq_nr"), number) for one in made for number in made[one] if not one.meta.get("backward")
+    }
+    every = tried == {axis for axis in mesh.names if mesh[axis] > 1}
+    for node, every_number in made.items():
+        if every and {"parts", "sums"} & node.meta.keys():
+            _note_more(node, every_number, mesh)
+        numbers = {n: differ for n, w in every_number.items() if (differ := {a: k for a, k in w.items() if k != _SAME})}
+        known = dict(node.meta.get("made", ()))
+        node.meta["made"] = (*known.items(), *((n, _of(n, w, mesh)) for n, w in numbers.items() if n not in known))
+        if op_name(node).rstrip("_") not in _FACTORS or {"ranks", "parts", "sums"} & node.meta.keys():
+            continue
+        if not node.meta.get("backward") or _is_of_forward(node, forward):  # of a mean torch makes others
+            _note_factor(node, numbers, mesh)
+    return bool(made)
+
+
+def _is_of_forward(node: torch.fx.Node, forward: Collection[tuple]) -> bool:
+    """Whether a number of the backward is one that an op of the forward was given."""
+    return any((node.meta.get("seq_nr"), number) in forward for number in _numbers(node))
+
+
+def _note_more(node: torch.fx.Node, numbers: Mapping[float, Mapping[str, _Way]], mesh: Mesh) -> None:
+    """Of numbers that know of what sizes and numbers of ranks they are made, and of plain ones besides: how another
+    they are with these."""
+    if left := tuple(one for one in node.meta.get("sums", ()) if set(numbers.get(one[0], {0: 0}).values()) != {_SAME}):
+        node.meta["sums"] = left
+    else:
+        node.meta.pop("sums", None)
+    if len(numbers) != 1 or "parts" not in node.meta or op_name(node).rstrip("_") not in _FACTORS:
+        return
+    ((number, ways),) = numbers.items()
+    given, sizes, ranks = node.meta["parts"][0]
+    rest = number / math.prod(int(mesh[axis]) ** float(power) for axis, power in ranks)
+    shapes = {n.name: n.meta["val"].shape for n in node.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+    rest /= math.prod(shapes[name][dim] ** float(power) for name, dim, power in sizes)
+    if given == number and abs(rest - 1) > 1e-9 and all(way for way in ways.values()):
+        node.meta["scales"] = {axis: Fraction(way) for axis, way in ways.items() if way and way != _SAME}
+
+
+def _note_factor(node: torch.fx.Node, numbers: Mapping[float, Mapping[str, _Way]], mesh: Mesh) -> None:
+    """meta["ranks"] of a factor that is a product of numbers of ranks; meta["scales"] of another."""
+    if len(numbers) != 1:
+        return
+    ((number, ways),) = numbers.items()
+    if any(not way for way in ways.values()):  # a sum, or unknown
+        return
+    over = {axis: Fraction(way) for axis, way in ways.items() if way}
+    rest = number / math.prod(int(mesh[axis]) ** float(power) for axis, power in over.items())
+    node.meta["ranks" if abs(rest - 1) < 1e-9 else "scales"] = over
+
+
+def _of(number: float, ways: Mapping[str, _Way], mesh: Mesh) -> tuple | None:
+    """What a number is made of, as `tracing` notes it of numbers that know it; None: that is not known."""
+    if None in ways.values() or (0 in ways.values() and len(ways) > 1):
+        return None
+    if 0 not in ways.values():
+        return (), tuple((axis, Fraction(power or 0)) for axis, power in ways.items()), ()
+    (axis,) = ways
+    ranks = int(mesh[axis])
+    terms = (ranks, ((), ((axis, Fraction(1)),), ())), (number - ranks, ((), (), ()))
+    return (), (), ((number, terms, Fraction(1)),)
 
 
 def on_one_rank_of(
@@ -101,32 +164,49 @@ def _asked_inside(
     return frozenset(found)
 
 
-def _powers(graph: torch.fx.Graph, moved: torch.fx.Graph, ranks: int) -> dict[torch.fx.Node, int]:
-    """{node: power} of the number of ranks by which its factor is another than in the graph where there is one."""
+def _differences(
+    graph: torch.fx.Graph, moved: torch.fx.Graph, ranks: int
+) -> dict[torch.fx.Node, dict[float, _Way]]:
+    """{node: {a number that it is given: how another it is in the graph where there is one rank}}."""
     here, there = _by_line(graph), _by_line(moved)
-    found = {}
+    found = dict[torch.fx.Node, dict[float, _Way]]()
     for key, nodes in here.items():
         others = there.get(key, [])
-        if len(others) != len(nodes):
-            continue
-        for node, other in zip(nodes, others, strict=True):
-            (mine,), (its,) = _factors(node), _factors(other)
-            power = next((p for p in _POWERS if abs(mine - its * float(ranks) ** p) <= 1e-9 * abs(mine)), None)
-            if power is not None and not {"ranks", "parts", "sums"} & node.meta.keys():
-                found[node] = power
+        for node, other in zip(nodes, others, strict=True) if len(nodes) == len(others) else ():
+            mine, its = _numbers(node), _numbers(other)
+            if len(mine) != len(its):
+                continue
+            ways: dict[float, set[_Way]] = {}
+            for a, b in zip(mine, its, strict=True):
+                ways.setdefault(a, set()).add(_way(a, b, ranks))
+            knows = bool({"parts", "sums"} & node.meta.keys())
+            ways = {a: way for a, way in ways.items() if knows or way != {_SAME}}
+            known = {a: next(iter(way)) if len(way) == 1 else None for a, way in ways.items()}
+            if known:
+                found[node] = known
     return found
 
 
+def _way(here: float, there: float, ranks: int) -> _Way:
+    """The power of the number of ranks by which a number is larger than on one; 0: it is a sum with that number."""
+    if here == there:
+        return _SAME
+    power = next((p for p in _POWERS if abs(here - there * float(ranks) ** p) <= 1e-9 * abs(here)), None)
+    return 0 if power is None and here - ranks == there - 1 else power
+
+
 def _by_line(graph: torch.fx.Graph) -> Mapping[tuple[str, str], list[torch.fx.Node]]:
-    """The factors of each line, by their ops."""
+    """Nodes that are given numbers, by lines and ops."""
     found: dict[tuple[str, str], list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and len(_factors(node)) == 1:
+        if node.op == "call_function" and op_name(node).rstrip("_") in _GIVEN:
             found.setdefault((line_of(node), op_name(node)), []).append(node)
     return found
 
 
-def _factors(node: torch.fx.Node) -> list[float]:
-    if op_name(node).rstrip("_") not in _FACTORS:
-        return []
-    return [x for x in node.args if isinstance(x, (int, float)) and not isinstance(x, bool) and x]
+def _numbers(node: torch.fx.Node) -> list[float]:
+    """Numbers that are no dims, in their order."""
+    names = [one.name for one in node.target._schema.arguments]  # pyright: ignore[reportFunctionMemberAccess]
+    given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+    flat = [one for name, x in given if "dim" not in name for one in (x if isinstance(x, (list, tuple)) else [x])]
+    return [x for x in flat if isinstance(x, (int, float)) and not isinstance(x, bool)]
