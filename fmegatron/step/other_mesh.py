@@ -48,9 +48,7 @@ class OneRank:
     Raises ValueError for a number that is made of sizes, or a rest, of which nothing is known on one rank.
     """
 
-    def __init__(
-        self, mesh: Mesh, instead: Mapping[float, float] | None = None, axes: Collection[str] | None = None
-    ):
+    def __init__(self, mesh: Mesh, instead: Mapping[float, float] | None = None, axes: Collection[str] | None = None):
         self.mesh, self.instead, self.axes = mesh, dict(instead or {}), axes
         self.made: list[Mesh] = []
         self.plain, self.taken, self.told = set[int](), set[float](), set[rank_counts.Told]()

@@ -42,7 +42,10 @@ def known_numbers(
     empty: Callable[[Layout], torch.Tensor],
 ) -> bool:
     """Note of the numbers in a graph what they are made of (meta["made"], of factors meta["ranks"], meta["scales"]), as
-    far as other meshes tell; whether there are any. layouts: those of the arguments of the function. told: what the user's code asked of the mesh."""
+    far as other meshes tell; whether there are any.
+
+    layouts: of the arguments of the function. told: what the user's code asked of the mesh.
+    """
     mesh, graph = tree.leaves(layouts)[0].mesh, traced.graph_module.graph
     asked = any("asked" in node.meta for node in graph.nodes)
     axes = [a for a in mesh.names if mesh[a] > 1 and (asked or any(a in dict(one.over) for one in told))]
@@ -60,9 +63,7 @@ def known_numbers(
             for number, way in ways.items():
                 made.setdefault(node, {}).setdefault(number, {})[axis] = way
         tried.add(axis)
-    forward = {
-        (one.meta.get("seq_nr"), number) for one in made for number in made[one] if not one.meta.get("backward")
-    }
+    forward = {(one.meta.get("seq_nr"), number) for one in made for number in made[one] if not one.meta.get("backward")}
     every = tried == {axis for axis in mesh.names if mesh[axis] > 1}
     for node, every_number in made.items():
         if every and {"parts", "sums"} & node.meta.keys():
@@ -164,9 +165,7 @@ def _asked_inside(
     return frozenset(found)
 
 
-def _differences(
-    graph: torch.fx.Graph, moved: torch.fx.Graph, ranks: int
-) -> dict[torch.fx.Node, dict[float, _Way]]:
+def _differences(graph: torch.fx.Graph, moved: torch.fx.Graph, ranks: int) -> dict[torch.fx.Node, dict[float, _Way]]:
     """{node: {a number that it is given: how another it is in the graph where there is one rank}}."""
     here, there = _by_line(graph), _by_line(moved)
     found = dict[torch.fx.Node, dict[float, _Way]]()
