@@ -1,0 +1,471 @@
+"""The commit protocol against kills, power cuts, sleeping savers and a second job, counted:
+
+    python -m tests.checkpoint.commit_campaign KIND [--cases N] [--seed S] [--on DISK] [--mutant NAME] [--at FOLDER]
+
+KIND: kills     SIGKILL before a change (of any thread, half a write done) of a workload; N kills, all changes in turn
+      cuts      power cuts behind a change of a workload; N states that differ
+      aimed     power cuts while another process comes behind a save that died in front of its last fsync; N states
+      sleepers  a saver sleeps before a change, is taken for dead, others clean up, save or delete, it wakes up; N
+      jobs      two jobs save one name, one process reads it, all are killed; N acknowledgements
+DISK: posix; copies (a file is renamed by removal, a copy in two halves and removal, a directory is not); bare (that,
+and no fsync of directories, no links). --mutant breaks one line of the protocol: the campaign must see it.
+
+What was acknowledged (or the save behind it) restores bit for bit, so does all that is listed; behind kills and
+sleepers the next save leaves nothing else. Prints one JSON object; ends with 1 where anything failed.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from unittest import mock
+
+import torch
+
+from fmegatron import checkpoint, tree
+from fmegatron.checkpoint.files import commit, leases
+from fmegatron.checkpoint.files.commit import Place, parse_pointer
+from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.tools.gc import collect
+from tests.checkpoint import changes, power_cut
+from tests.checkpoint.commit_work import (
+    FAILED,
+    FILE_SYSTEMS,
+    NEWEST,
+    allowed,
+    armed,
+    behind,
+    beside,
+    forked,
+    fresh,
+    full,
+    going_back,
+    in_line,
+    judge,
+    judge_one,
+    leftovers,
+    manager,
+    rows_of,
+    saved_at,
+)
+from tests.checkpoint.crash_campaign import layouts_on
+from tests.checkpoint.fake_world import assert_same_bits, small_sizes
+from tests.checkpoint.forked_ranks import collect as results_of
+from tests.checkpoint.forked_ranks import launch
+
+# ---- campaigns: each yields (case, what is wrong)
+
+
+def of_ranks(at, size, victim, number, action, worse):
+    """`in_line` on ranks of which one dies (all, by its hand); rows of one of those who were told the most."""
+
+    def rank_main(world, calls):
+        rows = []
+        changes.arm(at, number if world.rank == victim else 0, action, worse)
+        try:
+            in_line(at, lambda *row: rows.append(row), world)
+        except RuntimeError:  # another rank is gone
+            pass
+        return rows
+
+    got = results_of(*launch(size, rank_main))
+    rows = max(([] if one is None else one.get("result") or [["died", one]] for one in got), key=len)
+    return rows, None in got
+
+
+def kills(folder, cases, rng, worse):
+    start, at = f"{folder}/start", f"{folder}/at"
+    fresh(start)
+    todo, done = {behind: []}, 0  # workload -> numbers of changes that are left to try
+
+    def attempt(work, number):
+        shutil.rmtree(at, ignore_errors=True)
+        shutil.copytree(start, at, symlinks=True)
+        if work == "ranks":
+            victim, all_of_them = rng.choice([(0, False), (1, False), (0, True)])
+            action = changes.KILL_GROUP if all_of_them else changes.KILL
+            return in_line, *of_ranks(at, 2, victim, number, action, worse)
+        return work, *forked(armed(work, number, changes.KILL, worse), at)
+
+    for work in itertools.cycle([*[in_line, going_back, in_line, "ranks"] * 4, behind]):
+        if not todo.get(work):
+            most = OF_A_WRITER if work is behind else attempt(work, 0)[1][-1][1]
+            todo[work] = rng.sample(range(1, most + 1), most)
+        number = todo[work].pop()
+        of, rows, killed = attempt(work, number)
+        wanted, died = allowed(of, rows), [row for row in rows if row[0] == "died"]
+        if work is behind:
+            killed = killed or bool(died)  # its writer was
+        if work == "ranks":
+            wanted[1] = [2]
+        found, _ = forked(judge, at, wanted, worse, True, True)
+        case = {"work": getattr(work, "__name__", work), "change": number, "killed": killed, "cases": int(killed)}
+        yield case, ([] if killed else died) + found
+        done += killed
+        if done >= cases:
+            return
+
+
+OF_A_WRITER = 400  # changes of a process that writes two saves, and of its trainer
+MOST_OF_A_RUN = 400  # states that are judged of one run of a workload
+
+
+def judged(states, folder, rng, cases):
+    """(what a state is of, what is wrong with it), of so many that differ."""
+    seen, at = set(), f"{folder}/cut"
+    for case, one, wanted in states:
+        if (key := (power_cut.key_of(one), json.dumps(wanted))) in seen:
+            continue
+        seen.add(key)
+        power_cut.put_down(one, at)
+        found, _ = forked(judge, at, wanted, changes.POSIX, len(seen) % 4 == 0, False)
+        yield case, found
+        if len(seen) == cases:
+            return
+
+
+def states_of(disk, record, hows, rng, wanted):
+    """(change, how, state, what may be there) behind each change of a record; `wanted(n)`: by what was acknowledged
+    before the change of number n."""
+    made = list(changes.recorded(record))
+    for (_, *change), following in zip(made, [*(number for number, *_ in made[1:]), 1 << 60], strict=True):
+        disk.change(*change)
+        for how in hows:
+            yield change[:3], how, disk.after_a_cut(rng, how), wanted(following)
+
+
+def cuts(folder, cases, rng, worse):
+    at, record, hows = f"{folder}/at", f"{folder}/record", ("least", "most", "prefix", "prefix", *["subset"] * 6)
+
+    def states():
+        for work in itertools.cycle((in_line, going_back)):
+            fresh(at)
+            disk = power_cut.Disk(at)
+            rows, _ = forked(armed(work, 0, changes.NOTHING, worse, record), at)
+            of = states_of(disk, record, hows, rng, lambda n, work=work, rows=rows: allowed(work, rows, n))
+            for change, how, one, wanted in rng.sample(found := list(of), min(MOST_OF_A_RUN, len(found))):
+                yield {"work": work.__name__, "behind": change, "how": how}, one, wanted
+
+    return judged(states(), folder, rng, cases)
+
+
+def again(at, send):
+    """Another process saves the newest step again."""
+    with manager(at) as m:
+        send("coming", 0, [step := m.latest(), 7])
+        m.save(step, *full(7))
+        send("saved", changes.count(), [step, 7])
+    beside(at, 7)
+    send("beside", changes.count(), 7)
+
+
+def onwards(at, send):
+    """Another process saves the next step."""
+    send("coming", 0, [8, 7])
+    with manager(at) as m:
+        m.save(8, *full(7))
+        send("saved", changes.count(), [8, 7])
+    beside(at, 7)
+    send("beside", changes.count(), 7)
+
+
+def tidied(at, send):
+    """Another process collects garbage."""
+    for folder in (f"{at}/run", at):
+        collect(folder, age=0.0)
+
+
+def aimed(folder, cases, rng, worse):
+    at, one, two = f"{folder}/at", f"{folder}/one", f"{folder}/two"
+
+    def states():
+        for work, act in itertools.cycle(itertools.product((in_line, going_back), (again, onwards, tidied))):
+            fresh(at)
+            disk = power_cut.Disk(at)
+            last = len(NEWEST[work]) - 1 + (work is in_line)
+            rows, killed = forked(armed(work, rng.randint(1, last), changes.KILL_BEHIND_PUBLISH, worse, one), at)
+            assert killed, rows
+            for _, *change in changes.recorded(one):
+                disk.change(*change)
+            more, _ = forked(armed(act, 0, changes.NOTHING, worse, two), at)
+            newest, versions = allowed(work, rows)
+            newest, versions = [*newest, *(row[2] for row in more if row[0] == "coming")], [*versions, 7]
+
+            def wanted(n, newest=newest, versions=versions, more=more):
+                done = {row[0]: row[2] for row in more if row[1] < n and row[0] != "coming"}
+                return [[done["saved"]] if "saved" in done else newest, [7] if "beside" in done else versions]
+
+            of = states_of(disk, two, ("least", "most", "prefix", "subset", "subset"), rng, wanted)
+            for change, how, one_, wanted_ in rng.sample(found := list(of), min(MOST_OF_A_RUN // 8, len(found))):
+                yield {"work": work.__name__, "act": act.__name__, "behind": change, "how": how}, one_, wanted_
+
+    return judged(states(), folder, rng, cases)
+
+
+def sleepers(folder, cases, rng, worse):
+    at, todo = f"{folder}/runs/a", {}
+    for number in range(cases):
+        there, act = rng.random() < 0.7, ("nothing", "save", "delete", "gc")[number % 4]
+        shutil.rmtree(f"{folder}/runs", ignore_errors=True)
+        os.mkdir(f"{folder}/runs")
+        if there:
+            forked(saved_at, at, 1)
+        if not todo.get(there):
+            shutil.copytree(f"{folder}/runs", f"{folder}/tried")
+            ((_, _, most),), _ = forked(saver, f"{folder}/tried/a", 0, worse)
+            shutil.rmtree(f"{folder}/tried")
+            todo[there] = rng.sample(range(1, most + 1), most)
+        before_ = todo[there].pop()
+        rows, slept = sleeping(at, before_, worse, functools.partial(forked, of_others, at, act, worse))
+        told = any(row[0] == "saved" for row in rows)
+        could = {"nothing": [2] if told else [1] if there else [None], "save": [2, 5] if told else [5]}
+        could |= {"gc": could["nothing"], "delete": [2, None] if told or not there else [None]}
+        found, _ = forked(judge_one, at, could[act], worse)
+        case = {"there": there, "act": act, "before": before_, "slept": slept, "told": told}
+        yield case, [row for row in rows if row[0] in FAILED] + found
+
+
+def saver(at, number, worse, send):
+    """A save that stops before a change."""
+    changes.arm(os.path.dirname(at), number, changes.STOP, worse)
+    saved_at(at, 2, send)
+
+
+def of_others(at, act, worse, send):
+    """Who takes the saver for dead: cleans up, and saves, deletes or collects garbage."""
+    changes.arm(os.path.dirname(at), worse=worse)
+    place = FolderStore(at)
+    with mock.patch("fmegatron.files.owners.fate", lambda whose: "gone"):
+        place.sweep(leases.Watch())
+        place.above().clean("a", (), leases.Watch())
+        if act == "gc":
+            collect(os.path.dirname(at), age=0.0)
+    if act == "save":
+        saved_at(at, 5, send)
+    elif act == "delete":
+        place.withdraw().delete()
+
+
+def sleeping(at, number, worse, meanwhile):
+    """(rows of a save that is stopped before a change while `meanwhile()` goes on, and of that; whether it was)."""
+    out, into = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            saver(at, number, worse, lambda *row: os.write(into, (json.dumps(row) + "\n").encode()))
+        finally:
+            os._exit(0)
+    os.close(into)
+    slept, more = os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1]), []
+    if slept:
+        more = [("other " + row[0] if row[0] == "saved" else row[0], *row[1:]) for row in meanwhile()[0]]
+        os.kill(pid, signal.SIGCONT)
+        os.waitpid(pid, 0)
+    return [*rows_of(out), *more], slept
+
+
+def jobs(folder, cases, rng, worse):
+    """Each acknowledgement is a case; those of a round are judged together."""
+    at, done = f"{folder}/runs/a", 0
+    for number in itertools.count():
+        if done >= cases:
+            return
+        shutil.rmtree(f"{folder}/runs", ignore_errors=True)
+        os.mkdir(f"{folder}/runs")
+        files = [f"{folder}/{name}" for name in ("one", "two", "reads")]
+        works = [(job_saves, 2 * number), (job_saves, 2 * number + 1), (job_reads, 0)]
+        pids = [started(work, at, of, file, worse) for (work, of), file in zip(works, files, strict=True)]
+        time.sleep(rng.uniform(1.0, 8.0))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        one, two, reads = map(rows_in, files)
+        saved = [row for row in (*one, *two) if row[0] == "saved"]
+        wrong = [row for row in (*one, *two, *reads) if row[0] in FAILED]
+        found, _ = forked(judge_jobs, at, saved, reads, worse)
+        done += len(saved)
+        refused = [row for row in (*one, *two) if row[0] == "refused"]
+        busy = sum(row[0] == "busy" for row in reads)
+        case = {"cases": len(saved), "reads": len(reads) - busy, "busy": busy, "refused": len(refused)}
+        yield case | {"last": refused[-1:]}, wrong + found
+
+
+def started(work, *args):
+    if not (pid := os.fork()):
+        try:
+            work(*args)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def rows_in(path):
+    with open(path, "rb") as file:
+        return rows_of(os.dup(file.fileno()))
+
+
+def into(path):
+    """A function that adds a row to a file."""
+    file = open(path, "wb", 0)  # noqa: SIM115
+    return lambda *row: file.write((json.dumps(row) + "\n").encode())
+
+
+def of_job(value):
+    """A state of which each leaf tells its save."""
+    return tree.map(lambda layout: torch.full(layout.shape, value).to(layout.dtype), layouts_on(1))
+
+
+def job_saves(at, job, path, worse):
+    """Save and save: ["saved", value, when it began, when it was told]."""
+    send = into(path)
+    changes.arm(os.path.dirname(at), worse=worse)
+    for value in itertools.count(job % 2, 2):
+        began = time.monotonic()
+        try:
+            checkpoint.save(at, of_job(value), layouts_on(1))
+            send("saved", value, began, time.monotonic())
+        except (OSError, RuntimeError, ValueError) as error:
+            send("refused", f"{error}"[-300:])
+        except BaseException as error:
+            send("died", f"{type(error).__name__}: {error}"[-300:])
+
+
+def value_at(at):
+    """The save that a checkpoint is, which must be that one whole."""
+    got = checkpoint.restore(at, layouts_on(1))
+    assert_same_bits(got, of_job(int(got["step"])))
+    return int(got["step"])
+
+
+def job_reads(at, job, path, worse):
+    """Restore and restore: ["read", value, when it began]; as soon as there is one there always is."""
+    send, seen = into(path), False
+    while True:
+        began = time.monotonic()
+        try:
+            send("read", value_at(at), began)
+            seen = True
+        except AssertionError as error:
+            send("mixed", f"{error}"[:300])
+        except Exception as error:
+            if "was saved again, or deleted, while it was read" in str(error):
+                send("busy")
+            elif seen:
+                send("broken", f"{type(error).__name__}: {error}"[:300])
+
+
+def judge_jobs(at, saved, reads, worse, send):
+    """What is there, and what was read, is no save behind whose end another began that was acknowledged by then."""
+    changes.arm(os.path.dirname(at), worse=worse)
+    ends = {value: end for _, value, _, end in saved}
+
+    def look(what, value, when):
+        behind_it = [v for _, v, began, end in saved if began > ends.get(value, when) and end < when]
+        if behind_it:
+            send("back", what, value, behind_it[:3])
+
+    for _, value, began in (row for row in reads if row[0] == "read"):
+        look("read", value, began)
+    try:
+        look("found", value_at(at), time.monotonic())
+    except AssertionError as error:
+        send("mixed", f"{error}"[:300])
+    except Exception as error:
+        if saved:
+            send("lost", f"{type(error).__name__}: {error}"[:300], os.listdir(at))
+    checkpoint.save(at, of_job(-1), layouts_on(1))
+    if value_at(at) != -1:
+        send("lost", "the save behind it")
+    for left in leftovers(os.path.dirname(at), worse):
+        send("left", *left)
+
+
+# ---- mutants: one line of the protocol that a campaign must miss
+
+
+def _no_sync_before_deletion(stack):
+    real = FolderStore.sweep
+    new = lambda self, watch, synced=False, stop=None: real(self, watch, True, stop)  # noqa: E731
+    stack.enter_context(mock.patch.object(FolderStore, "sweep", new))
+
+
+def _no_sync_of_names(stack):
+    stack.enter_context(mock.patch.object(FolderStore, "durable", lambda self, below="": None))
+
+
+def _drafts_do_not_count(stack):
+    stack.enter_context(mock.patch.object(Place, "pointer", lambda self: parse_pointer(self.content("COMPLETE"))))
+
+
+def _a_draft_that_is_gone_was_published(stack):
+    real = FolderStore.move
+
+    def move(self, name, to):
+        try:
+            real(self, name, to)
+        except FileNotFoundError:
+            if to != "COMPLETE":
+                raise
+
+    stack.enter_context(mock.patch.object(FolderStore, "move", move))
+    stack.enter_context(mock.patch.object(Place, "_was_taken", lambda self, token: False))
+
+
+def _no_look_for_drafts(stack):
+    stack.enter_context(mock.patch.object(Place, "_state", lambda self, token: None))
+    stack.enter_context(mock.patch.object(commit, "alive", lambda *args: None))
+
+
+MUTANTS = {
+    "unsynced deletion": _no_sync_before_deletion,
+    "unsynced names": _no_sync_of_names,
+    "drafts do not count": _drafts_do_not_count,
+    "gone is published": _a_draft_that_is_gone_was_published,
+    "no look for drafts": _no_look_for_drafts,
+}
+KINDS = {"kills": kills, "cuts": cuts, "aimed": aimed, "sleepers": sleepers, "jobs": jobs}
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(prog="python -m tests.checkpoint.commit_campaign")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--on", choices=FILE_SYSTEMS, default="posix")
+    parser.add_argument("--mutant", choices=MUTANTS)
+    parser.add_argument("--at", help="a folder of the file system to try (default: one in memory)")
+    asked = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # what is set aside is said
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    count, wrong, kinds, began = 0, [], collections.Counter(), time.monotonic()
+    with tempfile.TemporaryDirectory(dir=asked.at or memory) as folder, contextlib.ExitStack() as stack:
+        stack.enter_context(small_sizes(chunk=4096, band=1024))
+        if asked.mutant:
+            MUTANTS[asked.mutant](stack)
+        rng, at = random.Random(asked.seed), os.path.realpath(folder)
+        for case, found in KINDS[asked.kind](at, asked.cases, rng, FILE_SYSTEMS[asked.on]):
+            count += case.get("cases", 1)
+            kinds.update(f"{key}: {value}" for key, value in case.items() if isinstance(value, str | bool | None))
+            kinds.update({key: value for key, value in case.items() if key in ("reads", "busy", "refused")})
+            if failed := [row for row in found if row[0] in FAILED]:
+                wrong.append({**case, "found": failed})
+                kinds.update(row[0] for row in failed)
+                print(json.dumps(wrong[-1]), file=sys.stderr, flush=True)
+    print(json.dumps({**vars(asked), "cases": count, "failed": len(wrong), "of": kinds,
+                      "seconds": round(time.monotonic() - began)}))  # fmt: skip
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    changes.preload()
+    sys.exit(main(sys.argv[1:]))
