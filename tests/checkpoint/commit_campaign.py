@@ -252,7 +252,7 @@ def of_others(at, act, worse, send):
             collect(os.path.dirname(at), age=0.0)
     if act == "save":
         saved_at(at, 5, send)
-    elif act == "delete":
+    elif act == "delete" and os.path.isdir(at):
         place.withdraw().delete()
 
 
