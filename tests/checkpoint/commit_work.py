@@ -1,5 +1,6 @@
 """What campaigns of the commit protocol (commit_campaign.py) do, each in a fork, and how they judge what is there."""
 
+import functools
 import json
 import os
 import shutil
@@ -58,9 +59,16 @@ def manager(at, **options):
     return checkpoint.Manager(f"{at}/run", keep=KEEP, show_progress=False, **options)
 
 
+@functools.cache
+def cut(version, ranks):
+    """The states of the ranks, once for all forks."""
+    return cut_tree(state(version), layouts_on(ranks)), layouts_on(ranks)
+
+
 def full(version, ranks=1, rank=0):
     """(state of a rank, layouts, metadata) of a version."""
-    return cut_tree(state(version), layouts_on(ranks))[rank], layouts_on(ranks), {"version": version}
+    local, layouts = cut(version, ranks)
+    return local[rank], layouts, {"version": version}
 
 
 def beside(at, version):
@@ -115,12 +123,13 @@ NEWEST = {  # (step, version) that may be the newest behind so many acknowledgem
 }
 
 
-def allowed(work, rows, at=None):
+def allowed(work, rows, at=None, all_told=True):
     """What may be restored ([newest steps, versions of the checkpoint beside]) behind acknowledgements, of those that
-    came before the change of a number."""
+    came before the change of a number. all_told: else there may have been more acknowledgements."""
     done = [row[0] for row in rows if row[0] in ("saved", "beside") and (at is None or row[1] < at)]
     last = [6] if "beside" in done else [2, 6]
-    return [sorted(NEWEST[work][done.count("saved")]), last]
+    newest = NEWEST[work][done.count("saved") :]
+    return [sorted(newest[0] if all_told else set().union(*newest)), last]
 
 
 def armed(work, number, action, worse, record=None):
@@ -158,7 +167,7 @@ def version_at(path):
     """The version of a checkpoint, which must be that bit for bit."""
     layouts = layouts_on(1)
     got, version = checkpoint.restore(path, layouts), checkpoint.metadata(path)["version"]
-    assert_same_bits(got, state(version))
+    assert_same_bits(got, full(version)[0])
     return version
 
 
@@ -171,7 +180,7 @@ def judge(at, wanted, worse, goes_on, clean, send):
     for step in m.steps():
         try:
             got, metadata = m.restore(step, layouts_on(1))
-            assert_same_bits(got, state(metadata["version"]))
+            assert_same_bits(got, full(metadata["version"])[0])
         except AssertionError as error:
             send("mixed", step, str(error)[:200])
         except Exception as error:
