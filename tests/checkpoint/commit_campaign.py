@@ -40,8 +40,8 @@ from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint import changes, power_cut
 from tests.checkpoint.commit_work import (
     FAILED,
-    FINAL,
     FILE_SYSTEMS,
+    FINAL,
     NEWEST,
     allowed,
     armed,
