@@ -9,6 +9,7 @@ import traceback
 import warnings
 
 from fmegatron import checkpoint
+from fmegatron.checkpoint.files.commit import parse_pointer, root_of
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint import changes
@@ -212,8 +213,8 @@ def judge(at, wanted, worse, goes_on, clean, send):
 
 
 def leftovers(at, worse):
-    """What is there besides checkpoints: where a rename is a copy, not half a note, which is watched for 300 s, nor a
-    draft that is its checkpoint as its saver was killed in the last move."""
+    """What is there besides checkpoints, what was set aside, and a draft that is the checkpoint, as its saver was killed
+    in the last move (or before it); where a rename is a copy, and half a note, which is watched for 300 s."""
     for folder in filter(os.path.isdir, (at, f"{at}/run")):
         for name in os.listdir(folder):
             place = FolderStore(f"{folder}/{name}")
@@ -223,10 +224,10 @@ def leftovers(at, worse):
             elif os.path.isdir(place.path) and name != "run":
                 names = place.inside()
                 root = (place.pointer() or {}).get("root")
-                draft = f".COMPLETE-{root}"
+                if f".COMPLETE-{root}" in names and root_of(parse_pointer(place.content("COMPLETE"))) is None:
+                    continue
                 asides = {n for n in names if n.startswith("ASIDE-")}
-                known = {"COMPLETE", draft, root, *asides, *(n.removeprefix("ASIDE-") for n in asides)}
-                if set(names) - known or (draft in names and not worse & changes.COPIES):
+                if set(names) - {"COMPLETE", root, *asides, *(n.removeprefix("ASIDE-") for n in asides)}:
                     yield name, *names
 
 
