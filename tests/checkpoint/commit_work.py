@@ -213,8 +213,8 @@ def judge(at, wanted, worse, goes_on, clean, send):
 
 
 def leftovers(at, worse):
-    """What is there besides checkpoints, what was set aside, and a draft that is the checkpoint, as its saver was killed
-    in the last move (or before it); where a rename is a copy, and half a note, which is watched for 300 s."""
+    """What is there besides checkpoints, what was set aside, and a draft that is the checkpoint: its saver was killed
+    in the last move, or before it; where a rename is a copy, and half a note, which is watched for 300 s."""
     for folder in filter(os.path.isdir, (at, f"{at}/run")):
         for name in os.listdir(folder):
             place = FolderStore(f"{folder}/{name}")
