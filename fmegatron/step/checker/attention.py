@@ -75,10 +75,13 @@ def attention_backward(scope: Scope, node: Node, given: dict) -> list[Value | No
 
 def _as_it_lies(scope: Scope, node: Node, t: Value, out: Value) -> Value:
     """The gradient of queries, keys or values: it lies as they do; along batch and heads on which they are constant
-    (expanded, one for all heads) as the output does, for there it is not."""
+    (expanded, one for all heads) as the output does, for there it is not. That of one head which heads of queries of
+    several ranks use is a sum over these, expanded or not."""
     rows, heads, *ends = t.dims
     marks: dict[str, Mark] = {}
-    if _constant_somewhere(heads):
+    if size_of(heads) == 1 < size_of(out.dims[1]):
+        marks = {axis: Pending("sum", node) for axis in over(out.dims[1]) if not t.is_(axis, Somewhere)}
+    elif _constant_somewhere(heads):
         split = viewed((out.dims[1],), (size_of(heads), size_of(out.dims[1]) // size_of(heads)))
         if split is None or split.lost:
             marks = {

@@ -59,8 +59,16 @@ def _times_ranks(node: Node, axis: str) -> bool:
 def _ends_gradient(node: Node) -> bool:
     """Whether no gradient goes back through a node, or an `enter` sums it there."""
     name, source = op_name(node), node.all_input_nodes[:1]
+    if _is_whole(node):
+        return True
     same = name == "view" and source[0].meta["val"].shape == node.meta["val"].shape
     return same or (name == "detach" and source[0].op != "placeholder")
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a node makes whole numbers or bools, which have no gradient."""
+    made = node.meta.get("val")
+    return isinstance(made, torch.Tensor) and not made.is_floating_point() and not made.is_complex()
 
 
 def _of_parameters(node: Node) -> bool:
@@ -71,9 +79,9 @@ def _of_parameters(node: Node) -> bool:
         if one in seen or one.op != "call_function":
             continue
         seen.add(one)
-        if op_name(one) == "detach":
-            if one.all_input_nodes[0].op == "placeholder":
-                return True
+        if op_name(one) == "detach" and one.all_input_nodes[0].op == "placeholder":
+            return True
+        if op_name(one) == "detach" or _is_whole(one):
             continue
         todo += one.all_input_nodes
     return False
