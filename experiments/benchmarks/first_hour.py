@@ -39,7 +39,6 @@ from peers.decoder import Peer, training_step
 from fmegatron import checkpoint, data, model, nn, optim, plan, step, tree
 from fmegatron.collectives import Axes, World
 from fmegatron.layout import Mesh
-from fmegatron.nn.attention_masks import visible
 from fmegatron.testing.measure import peak_bytes
 
 HERE = Path(__file__).resolve().parent
@@ -334,10 +333,10 @@ def attention(found: Found) -> None:
         at, given = torch.arange(S, device=found.device), {}
         seen = None
         if mask == "window":
-            seen = visible(at, at, S // 4)
+            seen = nn.Causal(at, window=S // 4)
         elif mask == "documents":
             documents = (at // (S // 4)).expand(B, S)
-            seen = visible(at, at, None, documents, documents)
+            seen = nn.Causal(at, documents)
         given |= {"softcap": 20.0} if mask == "softcap" else {}
         given |= {"sinks_H": torch.zeros(heads, device=found.device)} if mask == "sinks" else {}
 
@@ -360,7 +359,7 @@ def attention(found: Found) -> None:
         what = (
             f"{mask}, {groups} heads a key, width {width}: {apart:.1e} from fp64, peak {peak / 2**20:.0f} MiB, {names}"
         )
-        meaning = "wrong numbers, or a buffer of the size of the scores: the table of attention_blocks.kernel_of"
+        meaning = "wrong numbers, or a buffer of the size of the scores: what nn.attention_kernel says"
         found.line(apart < 0.05 and peak < 2 * scores + 8 * q.nbytes * 4, what, meaning)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
 from fmegatron.step.checker.arithmetic import elementwise, not_on, settled
-from fmegatron.step.checker.context import Rules, Scope
+from fmegatron.step.checker.completion import comes_from_another
+from fmegatron.step.checker.context import Rules, Scope, op_name
 from fmegatron.step.checker.dims import UNIFORM, Atom, Dim, over, plain, size_of, viewed
 from fmegatron.step.checker.reductions import along
-from fmegatron.step.checker.values import Mark, Pending, Somewhere, Suspect, Value, counted
+from fmegatron.step.checker.values import Mark, Pending, Somewhere, Suspect, Value, Wrong, counted
+from fmegatron.step.graph.nodes import node_of
 
 Node = torch.fx.Node
 _ATTENTION = tuple(
@@ -112,8 +115,7 @@ def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
             rows = along(scope, node, rows, 0, "kinds of numbers")
             q = _beside(scope, node, q, {0: rows.dims[1], 2: rows.dims[2]}, rows)
     if (keys := given.get("at_key")) is not None:
-        for dim, what in ((0, "kinds of numbers"), (2, "positions of attention keys")):
-            keys = along(scope, node, keys, dim, what)
+        keys = _positions_of_keys(scope, node, keys, over(given["key"].dims[2]))
         q = _beside(scope, node, q, {0: keys.dims[1]}, keys)
     if (heads := given.get("first_of_heads")) is not None:
         q = _beside(scope, node, q, {1: heads.dims[0]}, heads)
@@ -123,6 +125,18 @@ def _masked(scope: Scope, node: Node, given: dict, q: Value) -> Value:
     mask = along(scope, node, mask, len(mask.dims) - 1, "attention mask")
     rows = elementwise(scope, node, "function", [q.with_dims((*q.dims[:3], ())), mask.with_dims((*mask.dims[:-1], ()))])
     return replace(q, dims=rows.dims).marked(rows.marks)
+
+
+def _positions_of_keys(scope: Scope, node: Node, keys: Value, parts: Collection[str]) -> Value:
+    """Without what is sharded as the keys are, of whom it is said; wrong where the keys came from another rank, and
+    these did not."""
+    of_keys = node_of(node.args[2 if op_name(node).endswith("backward") else 1])
+    sent = [axis for axis in over(keys.dims[2]) if axis not in parts and comes_from_another(of_keys, axis)]
+    keys = keys.without(set(parts) & over(keys.dims[2]))
+    for dim, what in ((0, "kinds of numbers"), (2, "positions of attention keys")):
+        keys = along(scope, node, keys, dim, what)
+    what = "keys came from another rank, positions and documents that say who sees them are the rank's own"
+    return keys.marked({axis: Wrong(node, what, "ppermute them with the keys") for axis in sent})
 
 
 def _beside(scope: Scope, node: Node, q: Value, dims: dict[int, Dim], x: Value) -> Value:
