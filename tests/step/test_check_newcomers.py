@@ -11,12 +11,8 @@ CASES = [(newcomer, mesh) for newcomer in frame.NEWCOMERS for mesh in newcomer.m
 NAMES = [f"{newcomer.name}-{mesh}" for newcomer, mesh in CASES]
 MODULES = (experts, generative, images, optimizers, rewards, shards, states, texts, updates)
 DEFAULT = {"plain.ddp-dp2", "plain.no_reduce-dp2"}
-BALANCED = ("ep2", "dp2", "dp2·ep2")
 # Pairs of which the check says what is not so.
 WRONG_VERDICTS = {
-    "clip_with_both_sides.over_ranks_twice-dp2": "proven: the number of all rows, asked by len, for that of a part",
-    **{f"balance.switch-{on}": "refused: a share of a sum, entered, over the number of ranks" for on in BALANCED},
-    **{f"multi_query.shared_entered-tp{n}": "refused: one head of keys for the heads of all ranks" for n in (2, 3, 4)},
     "distilled_vocabulary.entropy_too-dp2·tp2": "refused: a mean of own rows, added to each of them and summed",
     **{f"linear_attention.carried-{on}": "refused: sums that ranks carry on" for on in ("cp2", "cp3", "dp2·cp2")},
     **{f"decayed_scan.scan-cp{n}": "refused: ages counted in a rank's part, whose ends are carried on" for n in (2, 3)},

@@ -99,6 +99,17 @@ def test_what_agrees_is_none(name):
     assert not checked(RIGHT[name]).findings
 
 
+def by_rows(rows):
+    return lambda p, b, dp: net(p, b).square().sum() / rows(p, b, dp) / dp.size
+
+
+def test_what_rules_prove_and_is_another_on_one_rank_is_unproven():
+    """A mean of means, if the number that divides is that of a rank's rows: `len` says of which."""
+    assert checked(by_rows(lambda p, b, dp: len(b["x"]))).ok
+    assert not checked(by_rows(lambda p, b, dp: len(all_gather(b["x"], dp, 0)))).ok
+    assert not checked(by_rows(lambda p, b, dp: 3 * len(p["w"]))).ok
+
+
 class Held(NamedTuple):
     loss: object
     rows: int

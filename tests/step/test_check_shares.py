@@ -50,6 +50,28 @@ def of_all_shards(dp, p, b):
     return rows(p, b) + enter(psum(p["own"].square().sum(), dp), dp).sqrt() / dp.size
 
 
+def of_chosen(enters):
+    """Shares of what is chosen, which have no gradient, times what was given to it (the balance of experts)."""
+
+    def loss(dp, p, b):
+        scores = b["x"] * p["c"]
+        chosen = psum((scores.argmax(-1) == torch.arange(5)[:, None]).to(F64).sum(-1), dp)
+        given = psum(scores.softmax(-1).sum(0), dp)
+        return (chosen * (enter(given, dp) if enters else given)).sum() / dp.size + p["own"].square().sum()
+
+    return trained(loss, "c")
+
+
+def of_active(enters):
+    def loss(dp, p, b):
+        scores = b["x"] * p["c"]
+        total = psum(scores.relu().sum(), dp)
+        mean = (enter(total, dp) if enters else total) / psum((scores > 0).sum(), dp)
+        return mean.square() / dp.size + p["own"].square().sum()
+
+    return trained(loss, "c")
+
+
 def alike(dp, p, b):
     return (p["c"] * p["d"]).square().sum() / dp.size
 
@@ -82,6 +104,8 @@ RIGHT = {
     "by a view and a function": trained(lambda dp, p, b: by_hyperbolic(dp, p, b) + p["own"].square().sum(), "c d"),
     "beside a mean": trained(lambda dp, p, b: of_mean(dp, p, b) + p["own"].square().sum(), "c d"),
     "of all shards, by enter": trained(of_all_shards, "c"),
+    "times what is chosen of all": of_chosen(True),
+    "over how many are active of all": of_active(True),
     "alike on all ranks, summed": trained(lambda dp, p, b: alike(dp, p, b) + p["own"].square().sum(), "c d"),
     "a share, summed": reported(lambda dp, s, b: psum(s["c"].sum() / dp.size, dp)),
     "a share of a share of all rows": reported(lambda dp, s, b: psum(0.1 * (s["c"].sum() / dp.size) * 2, dp)),
@@ -106,6 +130,8 @@ WRONG = {
     "a number as large as the ranks": trained(lambda dp, p, b: rows(p, b) + p["d"].square().sum() / 2, "c d"),
     "by a view and a function": trained(by_hyperbolic, "c"),
     "beside a mean": trained(of_mean, "c"),
+    "times what is chosen of all, no enter": of_chosen(False),
+    "over how many are active of all, no enter": of_active(False),
     "alike on all ranks, not summed": trained(alike, "c"),
     "of all shards, no enter": trained(lambda dp, p, b: psum(p["own"].square().sum(), dp) / dp.size, ""),
     "adapted": adapted,
