@@ -100,15 +100,15 @@ def collections():
 
 
 @pytest.mark.long
-def test_costs_little_beside_the_trace():
-    """In calls of functions below a tenth of the trace, and few objects stay alive: the collector walks all memory."""
+def test_costs_little():
+    """In calls of functions for each node (345 were 0.098 of those of a warm trace until traces took 40 % less), and
+    few objects stay alive: the collector walks all memory."""
     mesh = Mesh(dp=2, fsdp=2, tp=2)
-    with counted() as trace:
-        traced, given, wanted, data = traced_problem(*problem(mesh, optim.adamw(1e-3), layers=2))
+    traced, given, wanted, data = traced_problem(*problem(mesh, optim.adamw(1e-3), layers=2))
     with counted() as work, collections() as young:
         assert check_traced(traced, mesh, given, wanted, data=data).ok
     assert len(young) <= 4  # 2 by measurement; 6 when no value is ever dropped
-    assert work.calls < 0.1 * trace.calls
+    assert work.calls < 345 * len(traced.graph_module.graph.nodes)
 
 
 @pytest.mark.medium
