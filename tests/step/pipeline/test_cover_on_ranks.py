@@ -68,7 +68,7 @@ def on_ranks(rank: int, name: str, backend: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_an_update(ranks, name):
-    found = ranks.run(on_ranks, name, "inductor", ranks=4)
+    found = ranks.run(on_ranks, name, "inductor", ranks=4, timeout_s=3600)  # four ranks compile all their parts
     state, metrics = test_cover.updated(CASES[name], False)[0]
     _, mesh, (layouts, _), _ = test_cover.made(CASES[name], True)
     for rank, (of_rank, ok) in enumerate(found):
