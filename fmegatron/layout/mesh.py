@@ -90,7 +90,7 @@ class Mesh:
 
     @property
     def told(self) -> set[Told]:
-        """Who was told numbers of ranks of this mesh as plain numbers, or compared them (`rank_counts`)."""
+        """Lines that asked for numbers of ranks of this mesh as plain numbers, or compared them (`rank_counts`)."""
         return {one for axis in self._along.values() for one in axis.told}
 
     def __contains__(self, axis: object) -> bool:

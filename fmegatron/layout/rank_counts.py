@@ -30,7 +30,7 @@ _NONE: Mapping[str, Fraction] = MappingProxyType({})
 
 
 class Told(NamedTuple):
-    """That Python was told a number of ranks as a plain number, or what comparing it gave (number: None).
+    """That a line asked for a number of ranks as a plain number, or compared it (number: None).
 
     file, line: who asked. over: ((axis, power), ...) of the numbers of ranks that the number is made of.
     """
@@ -47,7 +47,7 @@ class Told(NamedTuple):
 
 
 class Along(str):
-    """The name of an axis of a mesh, which keeps who was told its number of ranks (set of Told)."""
+    """The name of an axis of a mesh, which keeps what asked for its number of ranks (told: a set)."""
 
     __slots__ = ("told",)
 

@@ -82,7 +82,7 @@ def _as_it_lies(scope: Scope, node: Node, t: Value, out: Value) -> Value:
     several ranks use is a sum over these, expanded or not."""
     rows, heads, *ends = t.dims
     marks: dict[str, Mark] = {}
-    if size_of(heads) == 1 < size_of(out.dims[1]):
+    if size_of(heads) == 1 < size_of(out.dims[1]) and not over(heads):
         marks = {axis: Pending("sum", node) for axis in over(out.dims[1]) if not t.is_(axis, Somewhere)}
     elif _constant_somewhere(heads):
         split = viewed((out.dims[1],), (size_of(heads), size_of(out.dims[1]) // size_of(heads)))

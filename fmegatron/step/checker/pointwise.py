@@ -177,8 +177,7 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
     known = None
     if "scales" in node.meta:
-        over = {a: -p if divides else p for a, p in node.meta["scales"].items()}
-        known = sizes.Known(over, not over)
+        known = sizes.Known({a: -p if divides else p for a, p in node.meta["scales"].items()}, not node.meta["scales"])
     elif "parts" in node.meta:
         known = sizes.of_factor(scope, node, factor, divides)
     elif of is not None and of.ranks:

@@ -10,6 +10,7 @@ large is taken for that one, and on random numbers must be.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 
@@ -198,7 +199,8 @@ def _by_line(graph: torch.fx.Graph) -> Mapping[tuple[str, str], list[torch.fx.No
     """Nodes that are given numbers, by lines and ops."""
     found: dict[tuple[str, str], list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and op_name(node).rstrip("_") in _GIVEN:
+        named = node.op == "call_function" and node.target is not operator.getitem  # which is no item of several results
+        if named and op_name(node).rstrip("_") in _GIVEN:
             found.setdefault((line_of(node), op_name(node)), []).append(node)
     return found
 
