@@ -47,7 +47,7 @@ class Told(NamedTuple):
 
 
 class Along(str):
-    """The name of an axis of a mesh, which keeps what asked for its number of ranks (told: a set)."""
+    """The name of an axis of a mesh, which keeps the lines that asked for its number of ranks."""
 
     __slots__ = ("told",)
 

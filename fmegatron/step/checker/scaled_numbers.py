@@ -199,7 +199,9 @@ def _by_line(graph: torch.fx.Graph) -> Mapping[tuple[str, str], list[torch.fx.No
     """Nodes that are given numbers, by lines and ops."""
     found: dict[tuple[str, str], list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        named = node.op == "call_function" and node.target is not operator.getitem  # which is no item of several results
+        named = (
+            node.op == "call_function" and node.target is not operator.getitem
+        )  # which is no item of several results
         if named and op_name(node).rstrip("_") in _GIVEN:
             found.setdefault((line_of(node), op_name(node)), []).append(node)
     return found
