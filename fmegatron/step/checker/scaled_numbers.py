@@ -10,13 +10,13 @@ large is taken for that one, and on random numbers must be.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 
 import torch
 
 from fmegatron import tree
+from fmegatron.collectives import torch_private
 from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step.checker.context import line_of, op_name
 from fmegatron.step.checker.shapes import Open
@@ -199,17 +199,17 @@ def _by_line(graph: torch.fx.Graph) -> Mapping[tuple[str, str], list[torch.fx.No
     """Nodes that are given numbers, by lines and ops."""
     found: dict[tuple[str, str], list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        named = (
-            node.op == "call_function" and node.target is not operator.getitem
-        )  # which is no item of several results
-        if named and op_name(node).rstrip("_") in _GIVEN:
+        if (
+            torch_private.schema_of(node.target) and op_name(node).rstrip("_") in _GIVEN
+        ):  # and no item of several results
             found.setdefault((line_of(node), op_name(node)), []).append(node)
     return found
 
 
 def _numbers(node: torch.fx.Node) -> list[float]:
     """Numbers that are no dims, in their order."""
-    names = [one.name for one in node.target._schema.arguments]  # pyright: ignore[reportFunctionMemberAccess]
+    schema = torch_private.schema_of(node.target)
+    names = [] if schema is None else [one.name for one in schema.arguments]
     given = [*zip(names, node.args, strict=False), *node.kwargs.items()]
     flat = [one for name, x in given if "dim" not in name for one in (x if isinstance(x, (list, tuple)) else [x])]
     return [x for x in flat if isinstance(x, (int, float)) and not isinstance(x, bool)]
