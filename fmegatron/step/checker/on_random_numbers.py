@@ -6,8 +6,8 @@ beyond rounding, on all draws, is no output of one rank: a finding, as rounding,
 both agree nothing is proven: numbers show mistakes, and not that there are none.
 
 A plain number may have been made of the mesh, and be another on one rank: whole numbers that the user's functions close
-over, and those in the graph. A difference is a finding where it is there in each reading of them. What rules prove and
-is another on one rank is unproven, unless a number that the user's functions close over explains it. Nothing is said of
+over, and those in the graph. A difference counts where it is there in each reading of them. What rules prove, of a step
+that was told no plain number of ranks, has no reading of what is written in it: `/ 2` is a half. Nothing is said of
 graphs whose hops may be counted by such a number, of what cannot be traced or computed so, and of steps too large.
 """
 
@@ -92,7 +92,7 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
         with torch.no_grad():
             compared, proven = _Compared(step, mesh), [path for path in paths if path not in open_]
             wrong = compared.different([path for path in paths if path in open_])
-            beside = compared.different(proven, written=False)
+            beside = compared.different(proven, made=False, written=bool(ranks))
             as_told = compared.different_as_told([path for path in proven if path not in beside], ranks)
             beside |= as_told or set()
             if before is not None and (as_told is None or beside):
@@ -182,11 +182,11 @@ class _Compared:
             raise Open
         return self._flat(traced, self.one), plain, taken
 
-    def different(self, paths: Sequence[str], written: bool = True) -> set[str]:
+    def different(self, paths: Sequence[str], made: bool = True, written: bool = True) -> set[str]:
         """Those of these outputs that are others than on one rank, on all draws; none where a reading explains them.
 
-        written: there are readings, too, of the numbers that are written in the step, and not only of those that it
-        closes over."""
+        made: there are readings, too, of numbers that are others on one rank already, as they are made of sizes.
+        written: there are readings, too, of numbers in the step, and not only of those that it closes over."""
         if not paths:
             return set()
         (graph, plain, _), draws, ranks = self._as_written, self._draws, self._ranks
@@ -195,7 +195,7 @@ class _Compared:
             wrong = {p for p in wrong if self._differs(p, mine, one, near)}
         if not wrong or self.stated:
             return wrong
-        changed = self._changed(graph) if written else ()
+        changed = self._changed(graph, made) if written else ()
         readings = ((other, draws[0]) for other in itertools.chain(self._closed_over(plain), changed))
         for other, draw in itertools.chain(((graph, draw) for draw in self._dealt(draws[0])), readings):
             try:
@@ -358,15 +358,19 @@ class _Compared:
             found += [n * ranks] + ([n // ranks] if not n % ranks else [])
         return found
 
-    def _changed(self, graph: _Graph) -> Iterator[_Graph]:
+    def _changed(self, graph: _Graph, made: bool) -> Iterator[_Graph]:
         """The graph with numbers in it that a plain number of ranks, or of rows, would make others on one rank."""
         places: dict[tuple, list[torch.fx.Node]] = {}
-        lines = {line_of(node).removesuffix(_BACK) for node in self.many.graph.nodes}
+        lines = dict[str, set[int]]()
+        for node in self.many.graph.nodes:
+            lines.setdefault(line_of(node).removesuffix(_BACK), set()).update(map(_whole, _numbers(node)))
         shapes = {n.name: n.meta["val"].shape for n in graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
         for node in graph.graph.nodes:  # the backward behind the forward, of whose numbers it may have some
             line, back = line_of(node).removesuffix(_BACK), line_of(node).endswith(_BACK)
             for number in _numbers(node) if line in lines else ():
                 whole = _whole(number)
+                if not made and whole not in lines[line]:
+                    continue
                 if (
                     (whole, line) in places
                     or not (back or _is_of_sizes(node, number, shapes))
