@@ -1,6 +1,8 @@
 """On a real FUSE mount whose renames are copies: savers and the process behind it are killed, nothing is lost."""
 
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -55,3 +57,37 @@ def test_the_file_system_dies(tmp_path, python):
     found = campaign(python, tmp_path, 30, seed, "fuse_campaign")
     assert sum(got["died"] for got in found) >= 20 and {got["version"] for got in found} == {1, 2}
     assert any(got["acknowledged"] for got in found)
+
+
+@pytest.mark.parametrize("behind", ["a file", "all files"])
+def test_a_disk_that_does_not_answer_ends_a_save_in_the_background_in_words(mounted, fresh_writers, behind):
+    """The process behind the mount stands still while the writer is inside of a call, which no signal ends before the
+    kernel says so: the trainer hears of it within the limit, and of the next save that it is durable."""
+    state = {f"w{i}": torch.full(((1 << 18) + i,), float(i)) for i in range(8)}
+    limit_s = 3.0
+    with checkpoint.AsyncSaver(time_limit_s=600.0) as saver:
+        checkpoint.save_async(f"{mounted.at}/step", state, saver=saver).result()
+        before = len(mounted.synced())
+        handle = checkpoint.save_async(f"{mounted.at}/next", state, saver=saver)
+        while len(mounted.synced()) == before and behind == "all files" and not handle.poll():
+            time.sleep(0.001)
+        os.kill(mounted.process.pid, signal.SIGSTOP)
+        saver._flights.time_limit_s, began = limit_s, time.monotonic()
+        try:
+            while True:
+                try:
+                    if handle.poll():
+                        break
+                except RuntimeError as error:
+                    said = str(error)
+                    break
+                time.sleep(0.01)
+            took = time.monotonic() - began
+        finally:
+            os.kill(mounted.process.pid, signal.SIGCONT)
+        print(took, said if not handle.state == "durable" else "durable")
+        assert f"made no progress for {limit_s:.0f}" in said and "the limit is 3 s) and was killed" in said, said
+        assert took < limit_s + 45.0  # two seconds for the process, 30 for what it left, on a busy machine
+        saver._flights.time_limit_s = 600.0
+        checkpoint.save_async(f"{mounted.at}/next", state, saver=saver).result()
+        assert_same_bits(checkpoint.restore(f"{mounted.at}/next"), state)
