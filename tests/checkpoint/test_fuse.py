@@ -65,7 +65,7 @@ def test_a_disk_that_does_not_answer_ends_a_save_in_the_background_in_words(moun
     kernel says so: the trainer hears of it within the limit, and of the next save that it is durable."""
     state = {f"w{i}": torch.full(((1 << 18) + i,), float(i)) for i in range(8)}
     limit_s = 3.0
-    with checkpoint.AsyncSaver(time_limit_s=600.0) as saver:
+    with checkpoint.AsyncSaver(time_limit_s=600.0, nice=0) as saver:
         checkpoint.save_async(f"{mounted.at}/step", state, saver=saver).result()
         before = len(mounted.synced())
         handle = checkpoint.save_async(f"{mounted.at}/next", state, saver=saver)
@@ -85,9 +85,8 @@ def test_a_disk_that_does_not_answer_ends_a_save_in_the_background_in_words(moun
             took = time.monotonic() - began
         finally:
             os.kill(mounted.process.pid, signal.SIGCONT)
-        print(took, said if not handle.state == "durable" else "durable")
         assert f"made no progress for {limit_s:.0f}" in said and "the limit is 3 s) and was killed" in said, said
-        assert took < limit_s + 45.0  # two seconds for the process, 30 for what it left, on a busy machine
+        assert took < limit_s + 20.0  # two seconds for the process, two for what it left, on a busy machine
         saver._flights.time_limit_s = 600.0
         checkpoint.save_async(f"{mounted.at}/next", state, saver=saver).result()
         assert_same_bits(checkpoint.restore(f"{mounted.at}/next"), state)

@@ -24,7 +24,7 @@ START_S = 120.0  # a fresh Python that imports torch on a busy node
 LOOK_S = 0.05
 _LOOK_S = 0.02  # while the caller waits for the end
 _STOP_S = 30.0  # for a writer, which has low priority, to let go of a save that is given up, on a busy node
-_TIDY_S = 30.0  # for the removal of its files
+_HELD_TIDY_S = 2.0  # for the removal of its files where the writer was held: it goes on when the disk answers
 _CLOSE_S = 5.0
 
 
@@ -161,6 +161,8 @@ class Flights:
         elif now - self._since > (self.time_limit_s if process.ready else max(START_S, self.time_limit_s)):
             state = process.state()
             process.kill()
+            for h in filter(_busy, self.pending):
+                h.tidy_s = _HELD_TIDY_S
             self._lose(
                 f"its writer process {process.pid} made no progress for {now - self._since:.1f} s (it was {state};"
                 f" the limit is {self.time_limit_s:g} s) and was killed"
@@ -309,7 +311,7 @@ def _tidy(handle: Handle) -> None:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(_TIDY_S)
+    thread.join(handle.tidy_s)
 
 
 def _forgotten(pending: list[Handle], owner: int) -> None:

@@ -9,6 +9,8 @@ from typing import Protocol
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.storage import Storage, Store
 
+_TIDY_S = 30.0
+
 
 class Saver(Protocol):
     """What a Handle asks of the saves of this rank (flights.py)."""
@@ -52,6 +54,7 @@ class Handle:
         self.error: str | None = None  # of this rank, before all ranks know of it
         self.failure: str | None = None  # the same message on all ranks
         self.owns_saver = False
+        self.tidy_s = _TIDY_S  # most seconds that the removal of its files is waited for, on rank 0
 
     def __repr__(self) -> str:
         return f"Handle({self.text}, {self.state})"
@@ -68,7 +71,8 @@ class Handle:
         return min(written, self.bytes), self.bytes
 
     def poll(self) -> bool:
-        """Whether the checkpoint is durable. Never waits for the disk; one small all-reduce while saves are pending.
+        """Whether the checkpoint is durable. Never waits for the disk (but for the removal of what a save that failed
+        has left: 30 s at most, 2 where its writer was held); one small all-reduce while saves are pending.
 
         All ranks call it at the same place, once a step. Raises RuntimeError on all of them, with the first failing
         rank's message, when this save or an earlier one of the same saver has failed. Training can go on, and save.
