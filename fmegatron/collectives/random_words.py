@@ -57,7 +57,8 @@ def beginnings(key: int, name: str, count: torch.Tensor) -> tuple[torch.Tensor, 
     # Hashed: key and count meet in an exclusive or, so that (1, 0) and (0, 1) would be one stream.
     key = tree.fold_in(key, name)
     first = _mix((count & _LOW_32) ^ (key & _LOW_32))
-    return arithmetic.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
+    first, second = arithmetic.stored(first, _mix(first ^ (count >> 32) ^ (key >> 32)))
+    return first, second
 
 
 def word_at(at: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,11 @@ class Mesh:
         return self.extent(self.names)
 
     @cached_property
+    def _ranks(self) -> int:
+        """`size`, which knows nothing: for the mesh's own arithmetic."""
+        return math.prod(self.sizes)
+
+    @cached_property
     def _strides(self) -> dict[str, int]:
         strides, stride = {}, 1
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
@@ -132,7 +137,7 @@ class Mesh:
 
     def check_rank(self, rank: int) -> int:
         """`rank`, or ValueError when the mesh has no such rank."""
-        if not 0 <= rank < self.size:
+        if not 0 <= rank < self._ranks:
             raise ValueError(f"got rank {rank}, wanted 0 to {self.size - 1}: the mesh {self} has {self.size} ranks")
         return rank
 
@@ -174,7 +179,7 @@ class Mesh:
         """Position of a rank along one axis, or along the joint axes (major first)."""
         position, index = self._position(rank), 0
         for name in (axes,) if isinstance(axes, str) else axes:
-            size = int(self[name])
+            size = self._size_of.get(name) or int(self[name])
             index = index * size + position // self._strides.get(name, 1) % size
         return index
 

@@ -27,6 +27,7 @@ __all__ = [
 
 _Key = Any  # of str (an axis, in numbers of a mesh an Along), SizeOf, SumOf
 _NONE: Mapping[str, Fraction] = MappingProxyType({})
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # whose own asking is not noted
 
 
 class Told(NamedTuple):
@@ -275,11 +276,13 @@ class RankShare(_OfRanks, float):
 
 def _ask(over: tuple[tuple[_Key, Fraction], ...], number: float | None, frame: types.FrameType) -> None:
     """Note of all sizes in a product, and in the sums of it, that Python was given them as a plain number, and of
-    numbers of ranks, in which frame."""
+    numbers of ranks, in which frame, if that is not one of the package itself."""
     for key, _ in over:
         if isinstance(key, SizeOf):
             key.ask()
         elif isinstance(key, Along):
+            if frame.f_code.co_filename.startswith(_PACKAGE):
+                continue
             whole = number if all([isinstance(one, str) for one, _ in over]) else None
             axes = tuple([(str(one), power) for one, power in over]) if whole is not None else ()
             key.told.add(Told(frame.f_code.co_filename, frame.f_lineno, whole, axes))

@@ -163,7 +163,7 @@ class _Compared:
             raise Open
         return _Graph(graph, traced.out_paths, mesh)
 
-    def _on_one(self, instead: Mapping[float, float] | None = None) -> tuple[_Graph, set[int], set[float]]:
+    def _on_one(self, instead: Mapping[Any, float] | None = None) -> tuple[_Graph, set[int], set[float]]:
         """The step on one rank, the plain numbers that it closes over, and those of `instead` among them."""
         fn, plain, taken = self.step.fn, set[int](), set[float]()
         if isinstance(fn, Description) and fn.on is not None:

@@ -22,6 +22,7 @@ from fmegatron.step.checker.context import line_of, op_name
 from fmegatron.step.checker.shapes import Open
 from fmegatron.step.other_mesh import OneRank, on_one_rank
 from fmegatron.step.tracing import Traced, trace
+from fmegatron.tree import structure
 
 __all__ = ["known_numbers", "on_one_rank_of"]
 
@@ -38,7 +39,7 @@ _FAULTS = (Open, ValueError, RuntimeError, IndexError, TypeError, KeyError, Attr
 def known_numbers(
     traced: Traced,
     fn: Callable,
-    layouts: tree.Tree,
+    layouts: structure.Tree,
     told: Sequence[rank_counts.Told],
     empty: Callable[[Layout], torch.Tensor],
 ) -> bool:
@@ -128,7 +129,7 @@ def _of(number: float, ways: Mapping[str, _Way], mesh: Mesh) -> tuple | None:
 
 def on_one_rank_of(
     fn: Callable,
-    layouts: tree.Tree,
+    layouts: structure.Tree,
     told: Sequence[rank_counts.Told],
     axes: Collection[str],
     empty: Callable[[Layout], torch.Tensor],
@@ -152,7 +153,7 @@ def _instead(mesh: Mesh, told: Sequence[rank_counts.Told], axes: Collection[str]
 
 
 def _asked_inside(
-    fn: Callable, layouts: tree.Tree, axes: Sequence[str], empty: Callable[[Layout], torch.Tensor]
+    fn: Callable, layouts: structure.Tree, axes: Sequence[str], empty: Callable[[Layout], torch.Tensor]
 ) -> frozenset[tuple[str, int]]:
     """Where the step itself asks for numbers of ranks, and not what has made it: what the meshes of it are asked for,
     that are new when it is traced."""
