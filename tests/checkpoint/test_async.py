@@ -162,7 +162,7 @@ def test_wrong_requests_begin_nothing(saver, tmp_path):
         checkpoint.AsyncSaver(in_flight=0)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_a_saver_of_its_own(tmp_path):
     handle = checkpoint.save_async(tmp_path / "c", a_state(), LAYOUTS)
     pid = handle.flights.process.pid

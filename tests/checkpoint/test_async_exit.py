@@ -202,7 +202,7 @@ def leave(path, how, seen):
             seen += [handle, writer]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("how", "state"),
     [

@@ -22,6 +22,7 @@ def saved(tmp_path):
         yield files_of(tmp_path / "a")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("array, leaf", [("arrays/w", "w"), ("pieces/flat/2", "flat"), ("packed/0", "step")])
 @pytest.mark.parametrize(
     "damage",

@@ -103,6 +103,7 @@ def test_random_states_come_back(tmp_path, seed):
     assert checkpoint.metadata(path) == checkpoint.describe(path).metadata == {"note": seed}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "leaf", [*VALUES, torch.tensor(2.5), torch.ones(2, 0), np.arange(3), np.float32(1.5)], ids=lambda x: repr(x)[:20]
 )

@@ -123,6 +123,7 @@ def moments(operation, path):
     return faults.seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "error"), each_value(range(4), (errno.ENOSPC, errno.EIO, errno.EROFS), ids=(str, errno.errorcode))
 )

@@ -34,7 +34,7 @@ def saver():
         yield saver
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("finite", [True, False, None])
 def test_what_a_save_says_is_stored(tmp_path, saver, finite):
     with Manager(tmp_path, saver=saver) as manager:
@@ -64,6 +64,7 @@ def test_anything_else_is_refused(tmp_path, finite):
 # ---- kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [1, 2, Keep(last=1), Keep(every=1000), Keep(best=("loss", "min", 1))])
 def test_the_newest_good_one_is_never_deleted(tmp_path, keep):
     """The issue's case: one NaN, and `keep=2` deletes the last good checkpoint two saves later."""

@@ -219,7 +219,7 @@ def test_a_reader_that_was_killed_here(tmp_path):
     assert save(tmp_path, 2).steps() == [2] and sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("clock", [-1e6, 0.0, 1e6])
 def test_a_reader_of_another_node_protects_while_it_renews_its_note(tmp_path, clock):
     """Whatever its clock says, or ours: what counts is that we have seen its note change."""
@@ -257,6 +257,7 @@ def test_a_note_without_a_holder_protects_nothing(tmp_path):
     assert save(tmp_path, 2).steps() == [2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", ["", "[]", '{"time": "now"}', "[" * 100_000, "\0\xff"])
 def test_a_note_that_cannot_be_parsed_is_watched(tmp_path, text):
     """Where a rename is a copy it was read in the middle of one: it counts until it was not renewed for as long as any

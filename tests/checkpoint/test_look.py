@@ -151,6 +151,7 @@ def test_a_hiccup_is_tried_again(steps, monkeypatch, error, kind):
     assert_same_bits(got, state(2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", UNSEEN, ids=errno.errorcode.get)
 @pytest.mark.parametrize("file", ["COMPLETE", "manifest.json", "digests.bin", "arrays/w/c.0.0", "packed/0/c.0"])
 def test_files_that_cannot_be_read_are_no_damage(steps, monkeypatch, error, file):

@@ -98,6 +98,7 @@ def test_each_rule(tmp_path, read):
     check(tmp_path, x, {k: v.contiguous() for k, v in wanted.items()}, rules, read)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", ["own", "once"])
 def test_fused_to_parts_and_back(tmp_path, read):
     """q, k, v dealt to 3 groups of heads (2 query heads of width 2 each), as Megatron stores them."""
@@ -119,6 +120,7 @@ def test_fused_to_parts_and_back(tmp_path, read):
     check(tmp_path, gate_up, {"gate": q, "up": q + 1}, [split("gate_up", ["gate", "up"], 0)], read)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", ["own", "once"])
 def test_layers(tmp_path, read):
     layers = [torch.randn(4, 6) for _ in range(5)]

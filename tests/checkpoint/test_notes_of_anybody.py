@@ -30,6 +30,7 @@ NOTES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", NOTES.values(), ids=NOTES)
 @pytest.mark.parametrize("kind", ["reading", "leaving", "saving"])
 def test_a_save_beside_a_note_of_anybody(tmp_path, text, kind):

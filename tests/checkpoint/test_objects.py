@@ -204,6 +204,7 @@ def test_killed_at_every_moment(monkeypatch, die, existing):
     assert seen == {0, 1} and moment > 20
 
 
+@pytest.mark.long
 def test_an_error_on_one_rank_ends_all(store):
     assert save_all(store, state(0), layouts_on()) == [None] * 4
     bad, local = FaultyStore(store, lambda s: FaultyStorage(s, full_after(1))), cut_tree(state(1), layouts_on())
@@ -346,6 +347,6 @@ def save_on_s3(rank, endpoint):
         return torch.equal(got["w"], x[rank * 128 : rank * 128 + 128]) and int(got["n"]) == 5
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_two_real_ranks(ranks, endpoint):
     assert ranks.run(save_on_s3, endpoint, ranks=2) == [True, True]

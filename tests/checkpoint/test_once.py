@@ -137,6 +137,7 @@ def failing_packets(rank, method, n):
     return type("Packet", (once._Packet,), {method: fails})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "n", "rank"), product(("__init__", "fill", "empty"), (1, 2, 3), (0, 3)))
 def test_an_error_between_two_rounds_ends_all_at_once(tmp_path, monkeypatch, method, n, rank):
     """Whoever waits for bytes of the rank that failed hears of it, directly or through a group that shares a rank."""

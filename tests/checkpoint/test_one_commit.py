@@ -57,6 +57,7 @@ def test_a_token_that_is_a_link_is_refused_as_one(folder_place, tmp_path):
 # ---- the ten traps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("copied", ["token", "half a token", "marker last"])
 def test_a_copy_that_is_under_way_is_left_alone(folder_place, tmp_path, copied):
     """A token without a file and no COMPLETE: `cp -r` has not come so far. Nothing waits it out."""
@@ -153,6 +154,7 @@ def test_another_save_comes_between_the_look_and_the_move(place, monkeypatch, ac
         assert version_of(place) == 5
 
 
+@pytest.mark.long
 def test_a_save_that_was_only_replaced_is_not_refused(place, monkeypatch):
     """Between any two of the last looks of publish: token first, pointer second."""
     real_look = type(place)._was_taken

@@ -92,7 +92,7 @@ def test_a_tilde(path, tmp_path, monkeypatch):
         assert_same_bits(checkpoint.restore(good, LAYOUTS), state(1))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["a.__lock/b", "a\\b", "a\nb", os.fsdecode(b"\xff")])
 def test_directories_of_any_name(tmp_path, saver, name):
     """Files are written by their names as they are (tensorstore, which wrote them once, does not take these)."""

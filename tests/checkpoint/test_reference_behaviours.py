@@ -25,6 +25,7 @@ def save_here_restore_there(folder, n, source, target):
         assert_same_bits(checkpoint.restore(folder, {"x": target}, rank=rank), wanted[rank], (n, rank))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "n, ranks, other",
     [(64, 8, 8), (64, 8, 4), (65, 8, 8), (63, 8, 5), (57, 8, 3), (9, 8, 8), (7, 8, 2), (3, 8, 8), (1, 8, 8)],

@@ -94,7 +94,7 @@ def state_for(layouts):
     return tree.map(lambda layout: any_bits(layout.shape, layout.dtype, next(counter)), layouts)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("source", few(3, zip(MESHES), map(str, MESHES)))
 def test_every_pair_of_meshes(tmp_path, source):
     saved = layouts_on(source)
@@ -114,6 +114,7 @@ def test_every_pair_of_meshes(tmp_path, source):
     assert sorted(os.listdir(tmp_path)) == ["a"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source, target", [(MESHES[4], MESHES[8]), (MESHES[8], MESHES[0]), (MESHES[5], MESHES[9])])
 @pytest.mark.parametrize("most", [0, 256])
 def test_real_sizes_and_small_leaves(tmp_path, monkeypatch, source, target, most):

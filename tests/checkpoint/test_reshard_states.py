@@ -44,7 +44,7 @@ def test_the_pairs_cover():
     assert len(PAIRS) < 60 and len({str(m) for pair in PAIRS for m in pair}) > 12
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("i", few(2, zip(range(len(PAIRS)))))
 def test_states(i):
     source, target = PAIRS[i]

@@ -133,6 +133,7 @@ def test_what_the_next_save_does_not_have_is_not_left_half_loaded(place, monkeyp
         interop.load_state_dict(place, into, strict="ignore_all")
 
 
+@pytest.mark.long
 def test_one_that_is_saved_again_and_again_is_an_error_that_says_so(place, monkeypatch):
     """Bounded; not damage, so that nobody goes back to an older step without a word."""
     saves = itertools.count(2)

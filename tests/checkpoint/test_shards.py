@@ -320,6 +320,7 @@ def test_a_manifest_that_lies_about_files(tmp_path, change, text):
             checkpoint.restore(tmp_path / "a", {"w": Layout((64, 8), F32, Mesh())})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change, text",
     [

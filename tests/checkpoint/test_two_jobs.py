@@ -89,6 +89,7 @@ def place(request, tmp_path):
     return tmp_path / "run" if request.param == "folder" else open_store("memory://runs/two", {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation, number", [("write", 1), ("write", 4), ("sync", 1), ("write", 7)])
 @pytest.mark.parametrize("other", ["machine", "here"])
 def test_a_save_that_is_under_way(place, monkeypatch, operation, number, other):
@@ -127,6 +128,7 @@ def test_both_save_the_same_step(place):
         assert len(keys) == 2 and store.notes().names() == [".step_00000007.saved", "latest"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("existing", [True, False], ids=["again", "first"])
 @pytest.mark.parametrize("act", ["save", "delete"])
 def test_another_saves_or_deletes_between_any_two_steps(tmp_path, monkeypatch, act, existing):

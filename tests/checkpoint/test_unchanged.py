@@ -418,6 +418,7 @@ def test_an_asynchronous_save_is_refused(tmp_path, monkeypatch, kind, arena_byte
     assert_same_bits(checkpoint.restore(tmp_path / "third"), {"x": wanted.contiguous()})
 
 
+@pytest.mark.medium
 def test_an_asynchronous_save_of_a_part_beside_which_somebody_writes(tmp_path, monkeypatch):
     base = torch.arange(1024.0 * 1030).view(1024, 1030)
     around(monkeypatch, async_save, "stage", "behind", lambda: base[:, 1024:].add_(1))

@@ -175,6 +175,7 @@ def test_a_place_of_another_size_is_refused_in_words():
         simulate(lambda x: shard(x, axes["a"], Place.of(ROWS, ("a",))), MESH, Ranks([torch.zeros(12, 4)] * 6))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", PADDED.values(), ids=PADDED)
 def test_positions_are_global_indices(layout):
     sim = simulate(

@@ -20,6 +20,7 @@ def values(mesh, name, axis):
     return xs, gs, [x.flip(1) + 1 for x in xs]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("mesh, axis", ALL, ids=str)
 def test_second_and_third_gradient(name, mesh, axis):

@@ -16,6 +16,7 @@ from tests.collectives.definitions import AXES, CASES, by_definition, inputs, ma
 ALL = [(mesh, axis) for mesh, axes in AXES.items() for axis in axes] + [(Mesh(a=2, b=2, c=2), ("c", "a"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh, axis", ALL, ids=str)
 def test_value_and_transpose(name, mesh, axis):

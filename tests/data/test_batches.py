@@ -37,6 +37,7 @@ def test_an_epoch_visits_every_window_once(length, seq_len, batch_size, seed):
         assert seen.tolist() == list(range(0, batches.windows * seq_len, seq_len))
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     count=st.sampled_from([1, 2, 3, 4, 6, 12]),
@@ -54,6 +55,7 @@ def test_the_parts_of_any_count_make_up_the_same_batch(count, step, seed, seq_le
     assert torch.equal(whole["labels"], whole["tokens"] + 1)
 
 
+@pytest.mark.medium
 @settings(max_examples=25, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),

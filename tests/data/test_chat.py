@@ -63,6 +63,7 @@ def both(folder):
     return load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("text", [PLAIN, MARKED, TOOLS], ids=["plain", "marked", "tools"])
 def test_texts_and_ids_are_those_of_transformers(both, text, prompt):

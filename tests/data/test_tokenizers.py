@@ -11,7 +11,7 @@ from fmegatron.data.open_tokenizer import tokenizer_from
 from fmegatron.data.tokenizers import smallest_dtype
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @given(st.text())
 def test_bytes_round_trip(text):
     ids = ByteTokenizer().encode(text)

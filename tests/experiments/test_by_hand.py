@@ -16,7 +16,7 @@ MESHES = [Mesh(dp=2), Mesh(fsdp=2), Mesh(dp=2, fsdp=2)]
 SMALL = {"steps": 12, "dtype": "float64", "backend": "eager"}
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_simulated_ranks_compute_what_one_computes(mesh):
     config = Config(mesh, dtype="float64")

@@ -16,6 +16,7 @@ BY_HEADS = {"shakespeare": {"multiple": 3}, "moe": TP, "own_model": TP, "windowe
 DATA = [Mesh(fsdp=3), Mesh(fsdp=6), Mesh(dp=2, fsdp=3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["by_hand", "mixer", "two_towers", *BY_HEADS])
 def test_it_starts(name):
     """All sizes but the rows are those that it has by itself; tp=3 is what flags can make of it."""

@@ -43,6 +43,7 @@ def every_placement(rank):
     return checked
 
 
+@pytest.mark.medium
 def test_every_placement(ranks):
     two, three, one = 3, 4, 2  # placements that a tensor of so many dims can have on one mesh dim
     on = [(n, n * n) for n in (two, two, two, two, one, three)]

@@ -66,6 +66,7 @@ def state_after(optimizer):
     return copy.deepcopy(optimizer.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["objects", "state dicts"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_goes_on_to_the_bit(tmp_path, kind, way):

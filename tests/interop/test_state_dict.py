@@ -44,7 +44,7 @@ def load(rank, path, kind, size):
     return different and before == after, same(got, wanted), optimizer.param_groups[0]["betas"]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("kind, size", [("fsdp", 4), ("tp", 2), ("fsdp_tp", 4)])
 def test_any_mesh_to_any_mesh(ranks, tmp_path, kind, size):
     path = str(tmp_path / "c")

@@ -193,6 +193,7 @@ def with_a_damaged_replica(rank, path, damaged, every):
     return start, error, run.manager.steps()
 
 
+@pytest.mark.medium
 def test_replicas_that_differ_are_not_saved(tmp_path, ranks):
     """A save compares first, so that no checkpoint has the damage: the next start goes on from the one before."""
     first = ranks.run(with_a_damaged_replica, tmp_path, 3, 2, ranks=2)

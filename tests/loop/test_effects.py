@@ -76,6 +76,7 @@ def test_it_is_refused_before_anything_is_written(tmp_path, flags, words):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [

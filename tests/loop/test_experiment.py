@@ -136,6 +136,7 @@ def summed(rank, folder):
     return run.metrics, run.state.params["table"]
 
 
+@pytest.mark.medium
 def test_an_evaluation_is_checked_on_ranks(tmp_path, ranks):
     """One that forgets to add up is refused at its line; a right one is that of one rank."""
     for text in ranks.run(unsummed, str(tmp_path / "wrong"), ranks=2):

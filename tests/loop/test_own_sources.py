@@ -245,6 +245,7 @@ def test_each_rank_has_a_state_of_its_own(tmp_path, ranks):
     assert equal(reads(tmp_path / "c", Counter(), described("state", Mesh()), steps=8), straight[5:])
 
 
+@pytest.mark.medium
 def test_rows_along_other_axes_have_the_state_of_their_rows(tmp_path, ranks):
     """Saved on two ranks that read all rows, as tp does not cut them; gone on with on one."""
     got = ranks.run(rows_with_state, str(tmp_path), Mesh(tp=2), ranks=2)

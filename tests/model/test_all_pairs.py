@@ -116,6 +116,7 @@ SIZES = {  # (family, mesh, shape of the batch, fields of the mixers, error): si
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_that_do_not_divide_name_their_fix(name):
     family, mesh, shape, fields, error = SIZES[name]

@@ -131,7 +131,7 @@ def test_equal_to_one_rank_and_proven(name):
 MESHES = [Mesh(dp=2, tp=2), Mesh(fsdp=2, cp=2), Mesh(cp=2, cpi=2), Mesh(ep=2, cp=2, tp=2), Mesh(cp=4)]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("split", [False, True], ids=["", "sequence parallel"])
 def test_masks_are_the_same_bit_for_bit(split):
     """On every mesh, however the sequence is dealt; other tokens, samples, depths, parts and keys have others."""

@@ -168,7 +168,7 @@ POSSIBLE = [
 POSSIBLE += [(name, "fsdp2", 4, "mincut", "zero2") for name in CASES]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "mesh", "n", "save", "strategy"), few(3, POSSIBLE))
 def test_it_is_the_definition(name, mesh, n, save, strategy):
     worst, report = compared(name, MESHES[mesh], n, save, STRATEGIES[strategy])

@@ -35,6 +35,7 @@ def test_score_is_the_sum_of_log_softmax(batch_size):
     assert found[3].greedy and not found[0].greedy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stride", [None, 1, 5, 12])
 @pytest.mark.parametrize("length", [2, 12, 13, 14, 36, 37])
 def test_perplexity_counts_every_token_once(stride, length):

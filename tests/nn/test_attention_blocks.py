@@ -118,7 +118,7 @@ def test_values_of_another_width():
     torch.testing.assert_close(attention_with_lse(q, k, v, mask), plain(q, k, v, mask), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("save", ["mincut", "inputs"])
 def test_in_a_compiled_layer(save):
     def fn(x, w):
@@ -193,6 +193,7 @@ def test_a_second_gradient_is_refused_by_name():
         torch.autograd.grad(g.sum(), q)
 
 
+@pytest.mark.medium
 def test_no_scores_of_all_keys_are_made():
     """With a cap, with sinks, by documents within a window."""
     sizes = {}

@@ -59,7 +59,7 @@ def found_by(mutant):
     )
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("mutant", few(3, [(m,) for m in MUTANTS], [m.name for m in MUTANTS]))
 def test_mutant(mutant, monkeypatch):
     if not mutant.kernel:

@@ -33,7 +33,7 @@ def test_equal_to_one_rank(of, skew):
     assert not skew or (load == 0).sum() == E - SETTINGS[of].router.top_k
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("of", few(2, [(of,) for of in SETTINGS], list(SETTINGS)))
 def test_check_is_clean(of):
     report = check(make_step(MESHES[of], of), *layouts(MESHES[of], of))
@@ -107,7 +107,7 @@ def test_against_a_dense_sum(mesh, of):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", [Mesh(ep=4), Mesh(dp=2, ep=2)], ids=str)
 def test_fewer_rows_that_are_enough(mesh):
     """Room for as many rows as came changes nothing; one less, and the result of every rank is NaN."""

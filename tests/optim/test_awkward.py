@@ -66,7 +66,7 @@ def awkward_step(make, strategy, mesh, guard):
 ALIKE = mixed(MAKE, ["zero1", "zero3"])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "level"), few(2, ALIKE, map("-".join, ALIKE)))
 def test_awkward_leaves_are_trained_alike_on_ranks(name, level):
     """More ranks than rows of some; zero gradients of what is not used are no error and no NaN."""

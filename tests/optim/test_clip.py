@@ -47,6 +47,7 @@ def whole_norm(grads):
     return torch.cat([g.double().flatten() for g in tree.leaves(grads)]).norm()
 
 
+@pytest.mark.long
 @every_mesh
 @pytest.mark.parametrize("max_norm", [1.0, 1e6], ids=["active", "inactive"])
 def test_every_rank_gets_the_norm_of_the_whole(mesh, max_norm):

@@ -47,6 +47,7 @@ def clipped_update(opt):
     return update
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype"), each_value(OPTIMIZERS, [torch.float32, torch.bfloat16, torch.float64]))
 def test_a_tensor_meets_only_scalars_that_are_stored(name, dtype):
     """Else Inductor computes them again for each element; `optim.scalars` has the measurement."""
@@ -66,7 +67,7 @@ def test_a_tensor_meets_only_scalars_that_are_stored(name, dtype):
     assert met >= 2 * len(params)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("opt", few(1, [(opt,) for opt in OPTIMIZERS.values()], OPTIMIZERS))
 def test_compiled_is_eager(opt):
     atol = 1e-13 if opt is OPTIMIZERS["soap"] else 1e-15

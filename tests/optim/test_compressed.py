@@ -185,6 +185,7 @@ SECOND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "low", "high"), SECOND.values(), ids=SECOND)
 def test_a_slow_average_needs_random_rounding(form, low, high):
     """b2 = 0.999 in bfloat16: to nearest the average stands still below its value, at random it does not."""

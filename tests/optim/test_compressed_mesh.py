@@ -50,6 +50,7 @@ def assert_sharded_is_whole(rules, specs, params, mesh, steps=2):
             assert_same(sim.outputs[rank], part)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "mesh"), few(2, WHOLE, map(str, WHOLE)))
 def test_sharded_is_whole_bit_for_bit(name, mesh):
     assert_sharded_is_whole(FORMATS[name], make_specs(DTYPES["bf16"], mesh), make_params(DTYPES["bf16"]), mesh)
@@ -75,6 +76,7 @@ def proven(make, specs, mesh, but=()):
     assert unproven == {f"0/params/{name}" for name in but}, str(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rules", few(2, [(rules,) for rules in FORMATS.values()], FORMATS))
 def test_the_checker_proves_the_update(rules):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

@@ -98,7 +98,7 @@ def linear_loss(params, batch):
     return loss, {"loss": loss.detach()}
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_no_gradient_of_a_frozen_leaf_is_computed(microbatches):
     mesh = Mesh(dp=1, fsdp=1)

@@ -72,7 +72,7 @@ def test_a_norm_that_the_caller_has_is_not_computed_again():
     assert state["skipped"] == 1 and state["norm"] == 100 * norm
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("known", [True, False])
 def test_the_norm_costs_its_collectives_once(known):
     mesh = Mesh(dp=2, fsdp=2, tp=2)

@@ -68,6 +68,7 @@ def assert_sharded_is_plain(row, specs_on, mesh, steps):
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("row", "mesh"),
     [

@@ -49,6 +49,7 @@ def reference_muon(w, grads, lr, momentum, nesterov, weight_decay, scale):
     return w
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scale, nesterov", [("original", True), ("rms", True), ("none", False)])
 def test_muon_is_the_papers_matrix_by_matrix(scale, nesterov):
     """Stacks, tall and wide, square; q, k, v and heads as matrices of their own; AdamW for the rest."""

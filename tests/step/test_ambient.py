@@ -41,6 +41,7 @@ def precision(value):
     return changed(torch.set_float32_matmul_precision, value, "highest")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first", [contextlib.nullcontext, autocast])
 def test_autocast(backend, first):

@@ -34,7 +34,7 @@ MESHES = [MESH, Mesh(dp=1, fsdp=1, tp=2), Mesh(dp=2, fsdp=4, tp=1), Mesh(dp=1, f
 CASES = mixed(RIGHT, MESHES)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("name, mesh", few(2, CASES, map(str, CASES)))
 def test_right_steps_have_no_findings(name, mesh):
     report = check(*problem(mesh, ADAMW, layers=2, **RIGHT[name]))
@@ -44,6 +44,7 @@ def test_right_steps_have_no_findings(name, mesh):
 OPTIMIZERS = {"sgd": optim.sgd(1e-2), "momentum": optim.sgd(1e-2, momentum=0.9), "adamw": ADAMW}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", few(1, [(optimizer,) for optimizer in OPTIMIZERS.values()], OPTIMIZERS))
 def test_one_head_on_each_rank(optimizer):
     mesh = Mesh(dp=1, fsdp=1, tp=4)
@@ -77,7 +78,7 @@ FIELDS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("fields", few(1, [(fields,) for fields in FIELDS], map(str, FIELDS)))
 def test_every_broken_collective_is_found(fields):
     traced, given, wanted, data = traced_problem(*problem(MESH, optim.sgd(1e-2), **fields))
@@ -176,6 +177,7 @@ def toy(bug=None, stated=True):
     return train_step
 
 
+@pytest.mark.medium
 def test_the_right_toy():
     report = check(toy(), STATE, BATCH)
     assert report.ok, str(report)
@@ -230,6 +232,7 @@ def test_a_fault_in_the_code_is_found(bug):
     assert re.search(FAULTS[bug], str(report)), str(report)
 
 
+@pytest.mark.medium
 def test_a_finding_names_line_axis_and_fix_and_can_be_silenced():
     report = check(toy("psum_twice"), STATE, BATCH)
     lines = Path(__file__).read_text().splitlines()
@@ -265,6 +268,7 @@ def test_a_line_of_a_file_whose_name_has_spaces_can_be_silenced():
     assert check(names["odd"], STATE, BATCH, allow={"my step.py:2": "a test"}).ok
 
 
+@pytest.mark.medium
 def test_no_op_hides_the_mistakes_behind_it():
     """An op without a rule is taken apart as torch itself does: a sum that is missing behind it is found."""
 

@@ -17,6 +17,7 @@ MARKED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("caller, mesh", MARKED)
 def test_parity_tells_right_from_wrong(caller, mesh):
     one, here = caller.describe(Mesh(**dict.fromkeys(mesh.names, 1))), caller.describe(mesh)

@@ -147,6 +147,7 @@ def test_sums_alone_are_proven(f, mesh):
     assert not report.findings and report.ok == (f in RIGHT.values()), report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("f, mesh", few(2, [case[1:] for case in CASES], [case[0] for case in CASES]))
 def test_whatever_is_made_of_parts_that_a_layout_assigns_is_proven(f, mesh):
     report = step.check(described(f, mesh, 2))

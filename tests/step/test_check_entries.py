@@ -84,6 +84,7 @@ def make(fn):
     return lambda mesh, axes=None: lambda s, b: fn(Axes(mesh)["dp"], s, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, name", ALL)
 def test_entries(kind, name):
     report = step.check(make((RIGHT if kind == "right" else WRONG)[name])(MESH), STATE, BATCH)

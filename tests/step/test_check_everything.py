@@ -83,6 +83,7 @@ def test_optimizer_under_strategy(name, strategy):
     assert_nothing_found(*problem(MESH, OPTIMIZERS[name], strategy=STRATEGIES[strategy]))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", few(1, [(name,) for name in OPTIONS], OPTIONS))
 def test_options(name):
     assert_nothing_found(*problem(MESH, OPTIMIZERS["adamw"], **OPTIONS[name]))

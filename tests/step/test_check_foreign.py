@@ -39,6 +39,7 @@ def test_wrong(name):
 ALL = [(kind, name, mesh) for kind, of in (("right", RIGHT), ("wrong", WRONG)) for name in of for mesh in MESHES]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, name, mesh", few(8, ALL))
 def test_they_are_what_they_say(kind, name, mesh):
     fn = (RIGHT if kind == "right" else WRONG)[name]

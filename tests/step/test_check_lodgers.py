@@ -40,6 +40,7 @@ def test_parity_tells_right_from_wrong(lodger, mesh):
     assert right or max(error for _, error in differences) > 1e-6, differences
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lodger, mesh", MARKED)
 def test_the_check_proves_no_wrong_one_and_refuses_no_right_one(lodger, mesh):
     report = step.check(lodger.describe(mesh))

@@ -49,6 +49,7 @@ def make(made, name, how):
     return fn
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made, name, how", few(40, ALL))
 def test_numbers(made, name, how):
     report = step.check(make(made, name, how)(MESH), STATE, BATCH)
@@ -91,6 +92,7 @@ def sized(how, name):
     return lambda mesh, axes=None: lambda s, b: (s, {"n": how[name](s, b, Axes(mesh)["dp"])})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, how", SIZED)
 def test_sizes_of_a_rank(name, how):
     report = step.check(sized(how, name)(MESH), STATE, BATCH)

@@ -179,6 +179,7 @@ def test_what_is_right_is_proven(name):
         assert same and report.ok, str(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(2, [(name,) for name in WRONG], WRONG))
 def test_what_is_wrong_is_not(name):
     report, same = judged(WRONG[name], MESHES[1])

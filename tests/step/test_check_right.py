@@ -83,6 +83,7 @@ OPTIMIZERS = {"adamw": optim.adamw(1e-3), "sgd": optim.sgd(1e-2), "momentum": op
 MESHES = [Mesh(dp=2, tp=2), Mesh(dp=4, tp=1), Mesh(dp=1, tp=2), Mesh(dp=2, tp=4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "name", "clip"), each_value(MESHES, OPTIMIZERS, [True, False]))
 def test_zero1(mesh, name, clip):
     report = check(*zero1(mesh, OPTIMIZERS[name], clip))

@@ -41,7 +41,7 @@ def make(mesh, cut, forget=False):
     return train_step, step.state_specs(specs, optimizer), {"x": rows, "y": rows}
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("cut", RIGHT)
 def test_right_slices_are_proven_and_right(cut):
     train_step, specs, rows = make(MESH, RIGHT[cut])

@@ -21,6 +21,7 @@ def judged(name, bug, mesh):
     return report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, bug", few(8, ALL))
 def test_none_is_mistaken(name, bug):
     report = judged(name, bug, MESHES[1])

@@ -65,13 +65,13 @@ def test_what_was_refused(module, of):
     assert not report.findings and report.ok == (of not in OPEN), str(report)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_right_steps():
     for one in a_sample("right styles", RIGHT, 1, 3):
         is_not_refused(*one)
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_wrong_steps():
     for one in a_sample("wrong styles", WRONG, 1, 3):
         is_caught(*one)

@@ -19,6 +19,7 @@ def judged(name, bug, mesh):
     return report
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, bug", few(4, ALL))
 def test_none_is_mistaken(name, bug):
     report = judged(name, bug, MESHES[CASES[name].axes][0])

@@ -51,7 +51,14 @@ def plain():
     return first + rest, state, last
 
 
-@pytest.fixture(scope="module", params=["inductor", pytest.param("compile", marks=pytest.mark.slow), "aot_eager"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("inductor", marks=pytest.mark.medium),
+        pytest.param("compile", marks=pytest.mark.slow),
+        "aot_eager",
+    ],
+)
 def compiled(request):
     """(step, loss of each call, state after five, state after the last, what was compiled after 1 and after all)."""
     step = jit(tiny.decoder_step(CONFIG, save="mincut"), donate=0, backend=request.param, patches=tiny.SCALAR)
@@ -70,6 +77,7 @@ def test_decoder_equals_the_plain_function(compiled, plain):
     assert_equal_states(compiled[3], plain[2])
 
 
+@pytest.mark.medium
 def test_nothing_is_compiled_after_the_first_call(compiled):
     after_one, after_all = compiled[4]
     assert after_one == after_all
@@ -97,7 +105,7 @@ POLICIES = [("mincut", 1), ("mincut", 2), ("inputs", 1), ("all", 1), (0.5, 1), (
 COMPILED = [(*case, "inductor") for case in POLICIES]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("save", "microbatches", "backend"),
     [
@@ -136,7 +144,7 @@ def test_layers_of_lower_precision(compute, tolerance):
     assert {x.dtype for x in tree.leaves(state) if x.is_floating_point()} == {torch.float32}
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", ["inductor", "compile", "aot_eager", "eager"])
 def test_any_pure_function(backend):
     """Trees of any kind in and out, constants in the arguments and in the result."""
@@ -191,6 +199,7 @@ def test_a_tree_of_another_structure_is_another_graph():
         assert torch.equal(step({"a": torch.ones(1)}), torch.ones(1))
 
 
+@pytest.mark.medium
 def test_without_a_compiler(monkeypatch):
     """One line names the package to install; the result is right, and nothing else changes."""
     monkeypatch.setattr("fmegatron.step.compile.cpp_compiler", lambda: None)

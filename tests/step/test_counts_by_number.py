@@ -50,7 +50,7 @@ def parity_of(parts, mesh, n):
     return parity(make, mesh, state, batch, layouts=(tree.layouts(of.state), tree.layouts(of.batch)))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mesh", "n"), few(2, itertools.product([Mesh(dp=4), Mesh(fsdp=2), Mesh(dp=2, fsdp=2)], [4, 1, 2]))
 )
@@ -80,6 +80,7 @@ def test_parity_of_a_count_of_whole_rows_on_a_mesh_that_splits_sequences():
     assert result.ok and "1/loss/count" in result.sharded.paths, str(result)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parts", "wrong"), [(all_rows, "1/lm"), (of_the_mesh, "1/l2/count"), (a_tensor, "1/l2/count")]
 )

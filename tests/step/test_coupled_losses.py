@@ -163,6 +163,7 @@ def test_a_wrong_assignment_is_refused_where_layouts_are_known():
     simulate(one, mesh, state, batch, layouts=(tree.layouts(specs), batch_layouts(mesh, 2)))
 
 
+@pytest.mark.medium
 def test_rows_that_were_assigned_by_hand_are_taken_as_they_are():
     """And show why: the loss is another one."""
     mesh, strategy = Mesh(dp=2), STRATEGIES["replicated"]

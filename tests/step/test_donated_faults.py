@@ -76,7 +76,7 @@ def test_an_error_before_anything_is_written_leaves_the_state_alive(backend, hap
     assert step(state)["b"].tolist() == [4, 4]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_an_error_after_a_write_ends_the_state(happens, monkeypatch):
     """A peer that dies in the middle of a collective, say: what is then in memory is neither old nor new."""
     step = jit(after_writes, donate=0)

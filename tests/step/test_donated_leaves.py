@@ -158,7 +158,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_view_keeps_the_old_values(backend):
     """The usual ways to keep a state, in torch: before, all of them were overwritten without a word."""

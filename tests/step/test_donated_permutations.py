@@ -108,7 +108,7 @@ def program(seed):
     return f
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", few(3, [(seed,) for seed in range(60)]))
 def test_random_programs_of_writes_and_permutations(seed):
     assert different(program(seed), {name: old() * n for n, name in enumerate("abcd", 1)}, AT, NEW) == []

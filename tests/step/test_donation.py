@@ -55,13 +55,14 @@ def test_every_leaf_of_the_state_stays_where_it_is(wide, donated):
     assert not unchanged
 
 
+@pytest.mark.medium
 def test_without_donation_no_argument_changes(wide, undonated):
     state, batch = tiny.copied(wide[0]), wide[1]
     new, metrics = assert_pure(undonated, state, batch)
     assert not set(pointers((new, metrics))) & set(pointers((state, batch)))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_memory(wide, donated, undonated):
     """Above the state: the gradients once, and activations; without donation, the new state too."""
     state, batch = donated(tiny.copied(wide[0]), wide[1])[0], wide[1]
@@ -126,7 +127,7 @@ def test_the_old_value_returned_beside_the_new_one(backend):
         assert old[name].untyped_storage().data_ptr() != new[name].untyped_storage().data_ptr(), name
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @backends()
 def test_a_result_never_shares_memory_with_an_argument(backend):
     x = torch.randn(3, 3)
@@ -199,6 +200,7 @@ def test_a_row_that_is_written_needs_no_second_leaf():
     assert peak_bytes(lambda: step(cache, i, v)) < 0.1 * size
 
 
+@pytest.mark.long
 @backends()
 def test_leaves_without_dims(backend):
     """Doubles among them were never written on aot_eager: Dynamo takes them for numbers."""

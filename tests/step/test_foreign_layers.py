@@ -65,6 +65,7 @@ def test_the_last_op_reads_its_result(op, save):
     compare([f"last: {op}"], save, None, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("save", "offload"), each_value(POLICIES, [None, 0]))
 def test_policies(save, offload):
     drawn = some(f"layers {save} {offload}", LAYERS, 0, 5 if save == "all" else 2)

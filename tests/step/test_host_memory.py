@@ -240,7 +240,6 @@ def test_parameters_are_written_in_place_too():
     assert whole * 12 <= 700
 
 
-# ---- updated on the host --------------------------------------------------------------------------------------------
 def updated(monkeypatch, memory, optimizer):
     """(state after an update, what the node runs, who computed), with copies as late as may be."""
     computed = []
@@ -356,7 +355,7 @@ def test_the_next_bucket_travels_while_one_is_updated(monkeypatch):
     assert rounds[-1] == ["arrived", "left", "store"]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("memory", [pytest.param("host", marks=pytest.mark.slow), "host-update"])
 @pytest.mark.parametrize("mistake", ["arrived", "left"])
 def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake, memory):
@@ -374,6 +373,7 @@ def test_a_wait_that_is_missing_is_seen(monkeypatch, mistake, memory):
     assert any(x.isnan().any() for x in tree.leaves(state) if x.is_floating_point())
 
 
+@pytest.mark.medium
 def test_nothing_travels_when_an_update_fails(monkeypatch):
     copies = Late()
     monkeypatch.setattr(Streamed, "_update", lambda self, piece, tensors: 1 / 0)

@@ -40,6 +40,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero3", "hybrid"])
 def test_a_state_that_is_larger_than_the_memory_of_a_rank(strategy, python):
     script = LIMITED.format(strategy=strategy)

@@ -145,7 +145,7 @@ def test_samples_are_numbered_through_the_run(mesh, n):
     assert sim.globals()[1]["samples"].tolist() == list(range(7 * ROWS, 8 * ROWS))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(("mesh", "n"), [(Mesh(dp=2), 2), (Mesh(fsdp=2, tp=2), 1)], ids=str)
 def test_the_check_has_nothing_to_say(mesh, n):
     report = check(make_step(mesh, n), specs_of(mesh), layouts_of(mesh, n)[1])

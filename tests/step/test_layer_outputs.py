@@ -134,6 +134,7 @@ def train_step(mesh, **how):
     return build_train_step(loss_of(mesh, **how), tiny.OPTIMIZER, layouts_on(mesh), Axes(mesh))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_a_stack_is_the_loop(how):
     def loop(params, batch):
@@ -182,6 +183,7 @@ def cut_and_declared(x_BD, w, axis):
     return (part_BF * torch.tanh(part_BF)) @ w["b"][:2]
 
 
+@pytest.mark.medium
 def test_a_declared_part_is_saved_as_what_it_is_a_part_of():
     axis, seen = Axes(Mesh(tp=2))["tp"], []
     layer = compiled_layer("mincut")(functools.partial(cut_and_declared, axis=axis))

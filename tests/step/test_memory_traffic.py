@@ -54,6 +54,7 @@ def accumulated_bytes(graph):
     return sum(x.numel() * x.element_size() for x in values if isinstance(x, torch.Tensor) and x.dim())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_state(name, mesh):

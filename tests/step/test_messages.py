@@ -160,6 +160,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "value_and_grad"])
 @pytest.mark.parametrize("loss", INSIDE, ids=lambda loss: loss.__name__)
 def test_what_cannot_be_traced(loss, way, caplog):

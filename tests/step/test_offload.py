@@ -116,7 +116,7 @@ def test_the_order_of_compiled_code():
     assert_frees(tiny.generated_code(step)[-1])
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_check_knows_the_copies():
     mesh = Mesh(dp=2)
     layouts, axes = model.layouts(CONFIG, mesh), Axes(mesh)

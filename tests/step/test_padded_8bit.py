@@ -102,6 +102,7 @@ def test_no_bit_of_a_training_depends_on_ranks(name, mesh):
         assert x.any() and torch.equal(got[path], x), path
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name, mesh", few(1, CASES, map(str, CASES)))
 def test_the_step_is_proven(name, mesh):
     prove(mesh, name)

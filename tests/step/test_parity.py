@@ -98,6 +98,7 @@ REAL = [(Mesh(tp=2), None), (Mesh(fsdp=2, tp=2), "mincut"), (Mesh(fsdp=2), "inpu
 QUICK_REAL = [(*REAL[2], "eager")]  # aot_eager on ranks: test_strategies.py
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("mesh", "policy", "backend"),
     [

@@ -100,7 +100,7 @@ def peak(run, state, batch):
     return peak_bytes(lambda: run(state, batch))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mesh", [MESHES[1], *(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[::2])], ids=str)
 @pytest.mark.parametrize("name", few(1, [(name,) for name in STRATEGIES], STRATEGIES))
@@ -119,7 +119,7 @@ def test_peak_when_compiled(name, run_on):
     assert 0.9 * formula(*setting) <= peak(*run_on(*setting, backend="inductor")) <= limit(*setting) + leaf
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "overlap", [False, True, Overlap(peak=None)], ids=["in order", "by default", "without a limit"]
 )

@@ -176,11 +176,13 @@ def test_nothing_around_a_step_loses_the_check(found, name):
         assert "test_placed.py" in of_rank[name, False]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["dict", "stars", "of its parts", "deepcopy"])
 def test_containers_keep_how_arrays_lie(found, name):
     assert all("findings of the check" in of_rank[name] for of_rank in found), found[0][name]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "path"), [("clone", "0/step"), ("a new leaf", "0/params/a")])
 def test_new_arrays_are_refused_by_name_where_a_state_is_updated(found, name, path):
     for of_rank in found:
@@ -190,12 +192,14 @@ def test_new_arrays_are_refused_by_name_where_a_state_is_updated(found, name, pa
         assert ", called at test_placed.py:" in of_rank[name]  # the line of who calls it, whoever has written the step
 
 
+@pytest.mark.medium
 def test_evaluations_are_checked(found):
     for of_rank in found:
         assert of_rank["evaluation", "sums"] == "proven"
         assert "1/loss" in of_rank["evaluation", "forgets"] or "loss is" in of_rank["evaluation", "forgets"]
 
 
+@pytest.mark.medium
 def test_what_is_not_checked_is_said_once_by_one_rank(found):
     (said,), others = (of_rank["said"] for of_rank in found)
     assert "'0/a'" in said and "not checked" in said and "test_placed.py" in said and not others

@@ -59,7 +59,7 @@ def op_by_op(some: list[int]) -> None:
     assert not any(found), "\n\n".join(filter(None, found))
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("part", range(4))
 def test_op_by_op(part):
     op_by_op(seeds("steps", 50, 70)[part::4])

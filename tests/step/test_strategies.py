@@ -43,7 +43,7 @@ def check_fp64(name, mesh, microbatches, clip_norm, steps):
         assert relative_error(a, b) <= 1e-10, path
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize(FIELDS, few(2, QUICK, map(str, QUICK)))
 def test_five_steps_equal_torch(name, mesh, microbatches, clip_norm):
     check_fp64(name, mesh, microbatches, clip_norm, steps=5)

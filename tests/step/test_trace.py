@@ -110,7 +110,7 @@ def decoder(request):
     return graphs
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_lines_of_the_decoder(decoder):
     """The user's line first; behind it that of the model, the maths or the optimizer, never of torch or of tracing."""
     lines = {n.meta["at"] for graph in decoder for n in graph.nodes if n.op == "call_function"}
@@ -120,6 +120,7 @@ def test_lines_of_the_decoder(decoder):
     assert not files & {"?", "trace.py", "layer.py", "reduce.py", "ops.py", "function.py", "proxy_tensor.py"}
 
 
+@pytest.mark.long
 def test_nothing_waits_for_the_device(decoder):
     """No value is read on the host, and no shape depends on data: the step can be queued ahead."""
     waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal.default", "bincount")
@@ -162,6 +163,7 @@ def by_data(p, x):
     return p["w"] + x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("f", "leaf", "mark"),
     [(in_place, "0/w", "in_place"), (through_a_view, "0/w", "view"), (by_index, "1", "index"), (by_out, "0/w", "out"),

@@ -254,6 +254,7 @@ def cells():
     return module
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_change_of_each_kind_traces_again(cells, kind):
     before, body, change, words = KINDS[kind]

@@ -174,7 +174,7 @@ def test_an_error_before_anything_is_written_leaves_it_alive(happens):  # noqa: 
     assert state.step == 2 and state.params[1].tolist() == [4, 4]
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_an_error_after_a_write_ends_it(happens):  # noqa: F811
     step, x = jit(after_writes, donate=0), torch.ones(2)
     state, _ = step(begin(2), x)
@@ -188,7 +188,7 @@ def test_an_error_after_a_write_ends_it(happens):  # noqa: F811
         state.step  # noqa: B018
 
 
-@pytest.mark.long
+@pytest.mark.medium
 def test_ctrl_c_at_any_line_leaves_all_old_or_all_new():
     step, batch = jit(tiny.mlp_step(), donate=0, backend="eager"), tiny.mlp_batch()
     start = fresh_state(tiny.mlp_params(), tiny.OPTIMIZER)

@@ -17,13 +17,14 @@ BUGS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", few(1, [(MESH,), (Mesh(dp=1, fsdp=2, tp=2),), (Mesh(dp=2, fsdp=1, tp=4),)]))
 def test_the_right_step(mesh):
     result = assert_parity(mutants.make_step, mesh, *mutants.values(), layouts=mutants.layouts(mesh), steps=2)
     assert result.worst[1] < 1e-12
 
 
-@pytest.mark.long
+@pytest.mark.medium
 @pytest.mark.parametrize("bug", few(3, [(bug,) for bug in BUGS], BUGS))
 def test_is_found_at_its_line(bug):
     result = parity(lambda m: mutants.make_step(m, bug), MESH, *mutants.values(), layouts=mutants.layouts(MESH))

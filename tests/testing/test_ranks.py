@@ -58,6 +58,7 @@ def test_the_traceback_of_the_rank_that_raised(ranks):
     assert len(ranks.run(total, 0.0)) == 4
 
 
+@pytest.mark.medium
 def test_hanging_and_dying_ranks(ranks):
     """The pool ends what does not answer, and starts that process again at the next call."""
     with pytest.raises(TimeoutError, match="hang_on: no answer from rank (0, )?1 of 2"):

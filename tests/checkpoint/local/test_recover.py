@@ -111,6 +111,7 @@ def test_a_bad_replica_falls_to_the_next_holder(tmp_path):
     assert cluster.content() == before  # the bad ones were replaced
 
 
+@pytest.mark.medium
 def test_no_source_is_tried_twice(tmp_path, monkeypatch):
     def turn(wanted, pieces, holders, world, told):
         asked.extend((world.rank, shard, holder, wanted.mine[shard].key[0]) for shard, holder in holders.items())

@@ -63,6 +63,7 @@ def test_each_directory_holds_exactly_its_cliques_files(tmp_path, groups):
     assert cluster.kept(0) == [(1, of) for of in sorted(groups[-1 if groups is IRREGULAR else 0])]  # protected again
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durable", [True, False], ids=["disk", "ramdisk"])
 @pytest.mark.parametrize("mesh", [Mesh(fsdp=1), Mesh(fsdp=2, tp=2), Mesh(fsdp=4)], ids=str)
 def test_save_and_restore(tmp_path, mesh, durable):

@@ -56,6 +56,7 @@ def test_the_published_number_of_parameters(name):
     assert counts["total"] - counts.get("mtp", 0) == parameters
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", few(14, [(name,) for name in READ], READ))
 def test_in_small_it_is_what_transformers_computes(name, tmp_path):
     config = small(READ[name][0])

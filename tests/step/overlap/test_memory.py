@@ -79,6 +79,7 @@ def test_unknown_groups_are_refused():
         compiled(None, reshard=("layers",))
 
 
+@pytest.mark.medium
 def test_a_layer_is_gone_after_its_use():
     """The order of the default graph: no gathered array is read after the layer that it was gathered for."""
     graph = overlapped(lowered(), free()).graph

@@ -48,6 +48,7 @@ def test_a_gradient_that_reads_no_value_of_a_stage_is_of_the_rank_that_holds_the
     assert_same(loss_fn, {"w": random(4, 4, 4), "b": random(4, 4)}, batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["batch", "params"])
 def test_a_batch_and_parameters_of_one_tensor(form):
     def loss_fn(params, batch):
