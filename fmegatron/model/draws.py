@@ -88,7 +88,7 @@ def dropping(rate: float, at: TokenContext) -> Callable[[Tensor, Tensor], Droppe
             one_H, Layout((one_H.shape[0] * tp.size,), one_H.dtype, axes.mesh, (tp.names,)), axes
         )
         words = random_words.beginnings(tree.fold_in(0, "attention"), "dropout", draws_BS)
-        return Dropped(torch.stack(words), heads_H * k_BTGK.shape[1], rate)
+        return Dropped(torch.cat([word[None] for word in words]), heads_H * k_BTGK.shape[1], rate)
 
     return drop
 

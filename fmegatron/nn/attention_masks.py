@@ -46,7 +46,10 @@ def sight(queries: Causal, keys: Causal | None = None) -> Sight:
 
 def _stacked(of: Causal) -> Tensor:
     positions = of.positions if of.positions.dim() == 2 else of.positions[None]
-    return positions[None] if of.documents is None else torch.stack((positions.expand_as(of.documents), of.documents))
+    if of.documents is None:
+        return positions[None]
+    # Not `stack`, which traces as a view: of as many rows as kinds, a check could not tell which of both is sharded.
+    return torch.cat((positions.expand_as(of.documents)[None], of.documents[None]))
 
 
 def visible(
