@@ -211,7 +211,7 @@ def test_overflow_refuses_the_step(rows):
     step, specs = refusing(mesh, rows)
     batch_layout = Layout((B, S, D), torch.float32, mesh, (EP,))
     report = check(step, specs, batch_layout)
-    # How many rows too many there are is another number on one rank, which has that room once: run there, the check sees.
+    # How many rows are too many is another number on one rank, which has that room once: run there, the check sees it.
     assert not report.findings and set(report.unproven_outputs) == (set() if rows is None else {"1/overflow"})
     state = Ranks(tree.init(specs, 0, rank) for rank in range(mesh.size))
     batch = torch.randn(B, S, D, generator=torch.Generator().manual_seed(0))
