@@ -85,8 +85,8 @@ class Mesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     @cached_property
-    def _count_of(self) -> dict[str | tuple[str, ...], int]:
-        """The sizes of axes, and of those that were asked for together, that know that they are numbers of ranks."""
+    def _count_of(self) -> dict[str, int]:
+        """The sizes of axes, that know that they are numbers of ranks."""
         return {name: ranks_along((self._along[name],), (size,)) for name, size in self._size_of.items()}
 
     @cached_property
@@ -130,10 +130,11 @@ class Mesh:
     def extent(self, axes: str | Iterable[str]) -> int:
         """Number of positions along one axis or joint axes, which knows that it is that, as the size of one does."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        if names not in self._count_of:
-            mine = [name for name in names if self._size_of.get(name, self[name]) > 1]
-            self._count_of[names] = ranks_along([self._along[n] for n in mine], [self._size_of[n] for n in mine])
-        return self._count_of[names]
+        # Not kept: what is traced with the mesh watches what it holds, and would be traced again.
+        mine = [
+            name for name in names if self._size_of.get(name, 0) > 1 or name not in self._size_of and self[name] > 1
+        ]
+        return ranks_along([self._along[n] for n in mine], [self._size_of[n] for n in mine])
 
     def check_rank(self, rank: int) -> int:
         """`rank`, or ValueError when the mesh has no such rank."""
