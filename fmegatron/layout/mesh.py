@@ -131,9 +131,7 @@ class Mesh:
         """Number of positions along one axis or joint axes, which knows that it is that, as the size of one does."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         # Not kept: what is traced with the mesh watches what it holds, and would be traced again.
-        mine = [
-            name for name in names if self._size_of.get(name, 0) > 1 or name not in self._size_of and self[name] > 1
-        ]
+        mine = [name for name in names if (self._size_of.get(name) or self[name]) > 1]
         return ranks_along([self._along[n] for n in mine], [self._size_of[n] for n in mine])
 
     def check_rank(self, rank: int) -> int:

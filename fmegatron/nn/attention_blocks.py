@@ -1,7 +1,7 @@
 """Attention to one block of keys with its log-sum-exp, so that attentions to several blocks can be merged into one.
 
 Legend: B batch, S queries, T keys, H/G query/kv heads, K head width. Heads stand before positions, as kernels want it.
-A row that sees no key has the output 0 and the log-sum-exp -inf. Which kernel computes a block stands in `CHOICES`.
+A row that sees no key has the output 0 and the log-sum-exp -inf. Which kernel computes a block stands in `_CHOICES`.
 Source: Dao 2023, arXiv 2307.08691.
 """
 

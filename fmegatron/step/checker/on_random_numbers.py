@@ -27,6 +27,7 @@ from fmegatron.collectives import kinds, table
 from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step import opaque, widen
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Unproven, line_of, op_name
+from fmegatron.step.checker.scaled_numbers import FAULTS, there_of
 from fmegatron.step.checker.shapes import Open
 from fmegatron.step.description import Description
 from fmegatron.step.every_rank import interpret
@@ -45,17 +46,6 @@ _BACK = " (backward)"
 _LOOK = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
 _RANKS = "was told a number of ranks, and with that of one rank the step makes other numbers, on random ones"
 _TOLD = "numbers are made of a size of a rank's part, and on random numbers the step is not what one rank makes of them"
-_FAULTS = (
-    Open,
-    ValueError,
-    RuntimeError,
-    IndexError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    AssertionError,
-    ArithmeticError,
-)
 # Of others numbers are dims, exponents, dtypes, and shapes, which a trace on one rank has of its own.
 _OF_NUMBERS = frozenset(
     "mul div add sub rsub full full_like scalar_tensor lift_fresh_copy clamp clamp_min clamp_max".split()
@@ -97,7 +87,7 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
             beside |= as_told or set()
             if before is not None and (as_told is None or beside):
                 return differing(before, step, mesh)
-    except _FAULTS:  # it cannot be run so: what was open stays open
+    except FAULTS:  # it cannot be run so: what was open stays open
         return report if before is None else before
     found = _with_findings(report, wrong)
     if not beside:
@@ -200,7 +190,7 @@ class _Compared:
         for other, draw in itertools.chain(((graph, draw) for draw in self._dealt(draws[0])), readings):
             try:
                 one = self._ran(other, [[x] for x in draw])
-            except _FAULTS:  # no reading of it
+            except FAULTS:  # no reading of it
                 continue
             if not any(self._differs(p, ranks[0], one, one, _NEAR) for p in paths):
                 return set()
@@ -209,11 +199,7 @@ class _Compared:
     def different_as_told(self, paths: Sequence[str], told: Sequence[rank_counts.Told]) -> set[str] | None:
         """Those of these outputs that are others than on one rank where the plain numbers of ranks that Python was told
         are those of one rank: in each reading of what else may have been made of these. None: it has none."""
-        numbers = dict[float, float]()
-        for one in told:
-            if one.number is not None:
-                here = one.number * math.prod(int(self.mesh[axis]) ** -float(power) for axis, power in one.over)
-                numbers |= {one.number: here, 1 / one.number: 1 / here}
+        numbers = there_of(self.mesh, told, self.mesh.names)
         if self.stated or not paths or not numbers:
             return set()
         found: set[str] | None = None
@@ -223,7 +209,7 @@ class _Compared:
                 if not taken & numbers.keys():
                     return set()  # as it is written
                 one = self._ran(graph, [[x] for x in self._draws[0]])
-            except _FAULTS:  # no reading of it
+            except FAULTS:  # no reading of it
                 continue
             wrong = {p for p in paths if self._differs(p, self._ranks[0], one, one, _NEAR)}
             if not wrong:
@@ -279,7 +265,7 @@ class _Compared:
                 try:
                     trial = {**bounds, i: size}
                     self._ran(graph, [[self._drawn(j, 0, trial)] for j in range(len(self.layouts))])
-                except _FAULTS:
+                except FAULTS:
                     continue
                 bounds[i] = size
                 break
@@ -334,7 +320,7 @@ class _Compared:
         for instead in self._readings(plain):
             try:
                 yield self._on_one(instead)[0]
-            except _FAULTS:  # no reading of it
+            except FAULTS:  # no reading of it
                 continue
 
     def _readings(self, plain: set[int]) -> Iterator[dict[int, int]]:

@@ -24,7 +24,7 @@ from fmegatron.step.other_mesh import OneRank, on_one_rank
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree import structure
 
-__all__ = ["known_numbers", "on_one_rank_of"]
+__all__ = ["FAULTS", "known_numbers", "there_of"]
 
 _Way = int | None  # see `_way`; None: another, of which nothing is known
 _FACTORS = frozenset(("mul", "div", "_foreach_mul", "_foreach_div"))
@@ -33,7 +33,11 @@ _GIVEN = _FACTORS.union(
     " clamp_max minimum maximum constant_pad_nd split split_with_sizes pow topk scalar_tensor lift_fresh_copy".split()
 )
 _POWERS, _SAME = (-2, -1, 1, 2), 3
-_FAULTS = (Open, ValueError, RuntimeError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
+# Of a step that cannot be traced or run with other numbers, or on another mesh.
+FAULTS = (
+    *(Open, ValueError, RuntimeError, IndexError, TypeError),
+    *(KeyError, AttributeError, AssertionError, ArithmeticError),
+)
 
 
 def known_numbers(
@@ -56,8 +60,8 @@ def known_numbers(
     for axis in axes:
         outside = [one for one in told if (one.file, one.line) not in inside and axis in dict(one.over)]
         try:
-            moved, _ = on_one_rank_of(fn, layouts, outside, (axis,), empty)
-        except _FAULTS:  # nothing is known of it
+            moved, _ = _on_one_rank_of(fn, layouts, outside, (axis,), empty)
+        except FAULTS:  # nothing is known of it
             continue
         if moved.out_paths != traced.out_paths:
             continue
@@ -127,7 +131,7 @@ def _of(number: float, ways: Mapping[str, _Way], mesh: Mesh) -> tuple | None:
     return (), (), ((number, terms, Fraction(1)),)
 
 
-def on_one_rank_of(
+def _on_one_rank_of(
     fn: Callable,
     layouts: structure.Tree,
     told: Sequence[rank_counts.Told],
@@ -136,12 +140,13 @@ def on_one_rank_of(
 ) -> tuple[Traced, OneRank]:
     """The step where these axes have one rank, and so have the plain numbers of ranks that Python was told."""
     mesh = tree.leaves(layouts)[0].mesh
-    moved = OneRank(mesh, _instead(mesh, told, axes), axes)
+    moved = OneRank(mesh, there_of(mesh, told, axes), axes)
     function = moved(fn)
     return trace(function, tree.map(empty, tree.map(lambda x: on_one_rank(x, axes), layouts))), moved
 
 
-def _instead(mesh: Mesh, told: Sequence[rank_counts.Told], axes: Collection[str]) -> dict[float, float]:
+def there_of(mesh: Mesh, told: Sequence[rank_counts.Told], axes: Collection[str]) -> dict[float, float]:
+    """{a plain number of ranks that Python was told, or its inverse: that number where these axes have one rank}."""
     found = dict[float, float]()
     for one in told:
         if one.number is not None:
@@ -160,8 +165,8 @@ def _asked_inside(
     found = set[tuple[str, int]]()
     for axis in axes:
         try:
-            _, moved = on_one_rank_of(fn, layouts, (), (axis,), empty)
-        except _FAULTS:
+            _, moved = _on_one_rank_of(fn, layouts, (), (axis,), empty)
+        except FAULTS:
             continue
         found.update((one.file, one.line) for mesh in moved.made for one in mesh.told)
     return frozenset(found)
@@ -200,9 +205,8 @@ def _by_line(graph: torch.fx.Graph) -> Mapping[tuple[str, str], list[torch.fx.No
     """Nodes that are given numbers, by lines and ops."""
     found: dict[tuple[str, str], list[torch.fx.Node]] = {}
     for node in graph.nodes:
-        if (
-            torch_private.schema_of(node.target) and op_name(node).rstrip("_") in _GIVEN
-        ):  # and no item of several results
+        # An item of several results has no schema.
+        if torch_private.schema_of(node.target) and op_name(node).rstrip("_") in _GIVEN:
             found.setdefault((line_of(node), op_name(node)), []).append(node)
     return found
 
