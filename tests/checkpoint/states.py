@@ -31,17 +31,23 @@ def meshes(most=8):
 def covering_pairs(meshes, features):
     """Few pairs of meshes such that every feature of a source meets every feature of a target. Greedy."""
     pairs = list(itertools.product(range(len(meshes)), repeat=2))
-    wanted = {pair: set(itertools.product(features(meshes[pair[0]]), features(meshes[pair[1]]))) for pair in pairs}
-    left = set().union(*wanted.values())
+    bits = {}  # each meeting of two features is a bit, and what a pair of meshes shows is one whole number
+
+    def mask(source, target):
+        meetings = itertools.product(features(meshes[source]), features(meshes[target]))
+        return sum(1 << bits.setdefault(meeting, len(bits)) for meeting in meetings)
+
+    wanted = {pair: mask(*pair) for pair in pairs}
+    left = (1 << len(bits)) - 1
     while left:
-        best = max(pairs, key=lambda pair: (len(wanted[pair] & left), -abs(pair[0] - pair[1])))
-        left -= wanted[best]
+        best = max(pairs, key=lambda pair: ((wanted[pair] & left).bit_count(), -abs(pair[0] - pair[1])))
+        left &= ~wanted[best]
         yield meshes[best[0]], meshes[best[1]]
 
 
 def features(mesh):
     """What of a mesh matters to layouts: the size of each axis, and whether ranks are in another order."""
-    return {*((name, mesh[name]) for name in mesh.names), ("order", len(mesh.digits))}
+    return {*((name, int(mesh[name])) for name in mesh.names), ("order", len(mesh.digits))}
 
 
 def dense(mesh, virtual=False):

@@ -42,7 +42,7 @@ class Plan:
     of the gradients that it gives behind the metrics of each microbatch, one for each parameter, in order. layouts: of
     the parameters. inner: the same without pp. dtypes: of the sums of gradients. data: the axes over which gradients
     are pending sums. gradients: whether there are any; else forwards alone. root: the module whose constants the graphs
-    read. fakes: of the inputs.
+    read. fakes: of the inputs. layers: {what a part takes or gives: (path of the parameter, its layer)}.
     """
 
     table: Table
@@ -60,12 +60,15 @@ class Plan:
     name: str
     _entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     _blocks: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
+    _reads: dict[int, set[str]] = field(default_factory=dict)
     _first: Entry | None = None
     _last: Entry | None = None
 
     def __post_init__(self):
-        named = [name for part in self.parts.of.values() for name in (*part.takes, *part.gives)]
-        self.stacks = {path for path, layer in map(_layer, named) if layer is not None and self._pp_on_layers(path)}
+        named = {name for part in self.parts.of.values() for name in (*part.takes, *part.gives)}
+        self.layers = {name: _layer(name) for name in named}
+        found = self.layers.values()
+        self.stacks = {path for path, layer in found if layer is not None and self._pp_on_layers(path)}
 
     def _pp_on_layers(self, path: str) -> bool:
         return "pp" in self.layouts[path].axes(0)
@@ -86,8 +89,8 @@ class Plan:
     def blocks(self, path: str, rank: int) -> dict[int, int]:
         """{layer of a stacked parameter that a rank of pp holds: its place there}, in this order."""
         layout = self.layouts[path]
-        if not self.splits(path):
-            return {layer: layer for layer in range(layout.shape[0])}
+        if (path, rank) not in self._blocks and not self.splits(path):
+            self._blocks[path, rank] = {layer: layer for layer in range(layout.shape[0])}
         if (path, rank) not in self._blocks:
             found = sorted(layout.segments(layout.mesh.rank(pp=rank), 0), key=lambda s: s.local)
             held = [s.start + i for s in found for i in range(s.length)]
@@ -106,8 +109,11 @@ class Plan:
 
     def reads(self, rank: int) -> set[str]:
         """The parameters that the stages of a rank of pp read."""
-        parts = [part for (_, stage), part in self.parts.of.items() if self.table.place[stage] == rank]
-        return {_layer(name)[0] for part in parts for name in part.takes if layer_of(name)[0].startswith("0/")}
+        if rank not in self._reads:
+            parts = [part for (_, stage), part in self.parts.of.items() if self.table.place[stage] == rank]
+            named = {name for part in parts for name in part.takes}
+            self._reads[rank] = {self.layers[name][0] for name in named if layer_of(name)[0].startswith("0/")}
+        return self._reads[rank]
 
     def sides(self) -> list[tuple[int, str, int]]:
         """(stage, name, microbatch) of what metrics are made of, in the order in which it is exchanged."""
@@ -235,11 +241,11 @@ class RankOfPipeline:
 
     def __init__(self, plan: Plan, rank: int, inputs: list, brought: Sequence, run: Callable, each: Callable):
         self.plan, self.rank, self.inputs, self.each = plan, rank, dict(zip(plan.takes, inputs, strict=True)), each
-        paths, self.sums = list(plan.layouts), {}
+        self.sums = dict[str, Any]()
+        self._rows, self._totals = dict[str, Any](), dict[str, Any]()  # made once: each microbatch asks for all of them
         for path, whole in zip(plan.brought, brought, strict=True):
             if path in plan.reads(rank):
                 self.inputs[f"0/{path}"] = whole
-        self.places = {path: plan.blocks(path, rank) for path in paths if self._stack(path)}
         self.held = Held(
             plan.table, plan.parts, rank, functools.partial(self._run, run), self.given, self.add, self.plus
         )
@@ -250,9 +256,6 @@ class RankOfPipeline:
             pairs = zip(values, part.fakes, strict=True)
             values = [self.each(lambda x, dtype=like.dtype: x.to(dtype), value) for value, like in pairs]
         return run(part, values)
-
-    def _stack(self, path: str) -> bool:
-        return bool(self.plan.layouts[path].shape)
 
     def sum_of(self, path: str) -> Any:
         """The sum of the gradients of a parameter, so far."""
@@ -265,26 +268,32 @@ class RankOfPipeline:
 
     def given(self, name: str, i: int) -> Any:
         """An input of a part."""
-        if name in self.inputs:
-            n, x = self.plan.table.microbatches, self.inputs[name]
-            return self.each(lambda x: x.chunk(n, 0)[i], x) if name.startswith("1/") else x
-        path, layer = _layer(name)
-        assert layer is not None, f"{name} is an input"
-        return self.each(lambda x: x[self.places[path][layer]], self.inputs[f"0/{path}"])
+        if name.startswith("1/") and name in self.inputs:
+            if name not in self._rows:
+                n, x = self.plan.table.microbatches, self.inputs[name]
+                self._rows[name] = [self.each(lambda x, i=i: x.chunk(n, 0)[i], x) for i in range(n)]
+            return self._rows[name][i]
+        if name not in self.inputs:
+            path, layer = self.plan.layers[name]
+            assert layer is not None, f"{name} is an input"
+            at = self.plan.blocks(path, self.rank)[layer]
+            self.inputs[name] = self.each(lambda x: x[at], self.inputs[f"0/{path}"])
+        return self.inputs[name]
 
     def add(self, name: str, value: Any, _: int) -> None:
         """Add a term to the gradient of a parameter, or of one of its layers."""
-        path, layer = _layer(name)
-        if layer is None:
-            self.each(lambda total, x: total.add_(x), self.sum_of(path), value)
-        else:
-            self.each(lambda total, x: total[self.places[path][layer]].add_(x), self.sum_of(path), value)
+        if name not in self._totals:
+            path, layer = self.plan.layers[name]
+            total = self.sum_of(path)
+            at = None if layer is None else self.plan.blocks(path, self.rank)[layer]
+            self._totals[name] = total if at is None else self.each(lambda x: x[at], total)
+        self.each(torch.Tensor.add_, self._totals[name], value)
 
     def plus(self, total: Any, value: Any) -> Any:
         """A sum of gradients over microbatches, in the dtype of the sums; a new one where there is none."""
         if total is None:
             return self.each(lambda x: x.to(wires.wide(x.dtype), copy=True), value)
-        return self.each(lambda total, x: total.add_(x), total, value)
+        return self.each(torch.Tensor.add_, total, value)
 
     def shares(self) -> tuple[list, list]:
         """(what metrics are made of, zeros where another rank makes it; the terms that are summed over pp)."""

@@ -57,8 +57,7 @@ class Held:
         self._let_go()
         for kind in (next(self._gathers),) if action.kind == "G" else action.kind:
             part = self.parts.of[kind, stage]
-            given = [self._value(kind, name, i, stage) for name in part.takes] if part.gives else []
-            found = self.run(kind, stage, given) if part.gives else ()
+            found = self.run(kind, stage, self._values(kind, part.takes, i, stage)) if part.gives else ()
             if action.kind == "G":
                 self.gathered[stage] = dict(zip(part.gives, found, strict=True))
                 continue
@@ -103,11 +102,16 @@ class Held:
         self._let_go()
         assert not self.values, f"rank {self.rank} of pp: nobody has read {', '.join(map(str, self.values))}"
 
-    def _value(self, kind: str, name: str, i: int, stage: int) -> Any:
-        for known in (self.gathered, self.reduced if kind == "R" else {}):  # a sum is no value of one microbatch
-            if name in known.get(stage, ()):
-                return known[stage][name]
-        return self.values[name, i] if (name, i) in self.values else self.given(name, i)
+    def _values(self, kind: str, names: Sequence[str], i: int, stage: int) -> list:
+        """What an action takes: of a gather, of sums (which are no values of one microbatch), of this microbatch, or
+        given."""
+        known, values, given = self.gathered.get(stage, {}), self.values, self.given
+        if kind == "R" and stage in self.reduced:
+            known = self.reduced[stage] | known
+        return [
+            known[name] if name in known else values[name, i] if (name, i) in values else given(name, i)
+            for name in names
+        ]
 
     def _let_go(self) -> None:
         """Forget what was read for the last time: behind the messages that carry it."""
