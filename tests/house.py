@@ -1,6 +1,7 @@
 """What the tests of the house share: where things are, and which modules there are."""
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,9 +34,17 @@ def sources(*folders: str) -> list[Path]:
     return sorted(path.relative_to(ROOT) for path in found if "__pycache__" not in path.parts)
 
 
+@functools.cache  # ten tests read the whole package
 def syntax(path: Path) -> ast.Module:
     """The parsed source of a file named relative to the root."""
     return ast.parse((ROOT / path).read_text(), str(path))
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file, as `ast.walk` gives them, but for those of how a name is used and of operators."""
+    plain = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)
+    return tuple(node for node in ast.walk(syntax(path)) if not isinstance(node, plain))
 
 
 def none(offences: Iterable[str]) -> None:

@@ -5,8 +5,9 @@ A function that does not know the path raises "got X, wanted Y", and its caller 
 
 import ast
 import re
+from collections.abc import Iterable
 
-from tests.house import ROOT, rooms, syntax
+from tests.house import ROOT, nodes, rooms
 
 GIVEN = {"ValueError", "TypeError", "argparse.ArgumentTypeError"}  # what the caller gave is wrong
 FORM_OF_GIVEN = re.compile(
@@ -31,12 +32,12 @@ def text(node: ast.expr) -> str | None:
     return None
 
 
-def messages(tree: ast.Module):
+def messages(tree: Iterable[ast.AST]):
     """(line, name of the exception, message) of each `raise` with a message of its own.
 
     Not of a function that makes the error ("raise self.error(...)"), nor of a message that is put together only.
     """
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             name, message = ast.unparse(node.exc.func), text(node.exc.args[0])
             if message is not None and re.search(r"[A-Z]\w*$", name) and re.search(r"\w", message):
@@ -54,7 +55,7 @@ def offenders(room: str) -> list[str]:
         f"{path.relative_to(ROOT)}:{line}: {name}: {message[:160]!r}"
         for path in sorted((ROOT / "fmegatron" / room).rglob("*.py"))
         if str(path.relative_to(ROOT)) not in FRAGMENTS
-        for line, name, message in messages(syntax(path.relative_to(ROOT)))
+        for line, name, message in messages(nodes(path.relative_to(ROOT)))
         if wrong(name, message)
     ]
 

@@ -11,7 +11,7 @@ import typing
 
 import torch
 
-from tests.house import ROOT, module, none, sources, syntax
+from tests.house import ROOT, module, nodes, none, sources, syntax
 
 CONSTANT = (
     *(int, float, complex, str, bytes, bool, type(None), frozenset, range, enum.Enum, re.Pattern),
@@ -70,6 +70,6 @@ def test_no_globals():
         f"{path}:{node.lineno}: `global`; pass the value"
         for path in sources("fmegatron", "experiments")
         if re.search(r"\bglobal\b", (ROOT / path).read_text())
-        for node in ast.walk(syntax(path))
+        for node in nodes(path)
         if isinstance(node, ast.Global)
     )

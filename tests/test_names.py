@@ -11,7 +11,7 @@ import pytest
 
 import fmegatron
 from fmegatron.moved import INTERNAL, REPLACED
-from tests.house import ROOT, none, sources, syntax
+from tests.house import ROOT, nodes, none, sources
 
 PACKAGES = sorted(i.name for i in pkgutil.walk_packages(fmegatron.__path__, "fmegatron.") if i.ispkg)
 MOST = 280
@@ -150,7 +150,7 @@ def test_rooms_take_modules_past_a_front():
     taken = set()
     for path in sources("fmegatron"):
         room = path.parts[1].removesuffix(".py")
-        for node in ast.walk(syntax(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fmegatron."):
                 parts = node.module.split(".")
                 for alias in node.names if parts[1] != room and len(parts) > 2 else ():

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house import LEVELS, ROOT, none, rooms, sources, syntax
+from tests.house import LEVELS, ROOT, nodes, none, rooms, sources
 
 # Optional packages: a user without them must be able to import the room.
 OPTIONAL = {
@@ -58,7 +58,7 @@ def imports(*folders: str) -> Iterator[tuple[Path, int, str]]:
 @functools.cache
 def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, dotted name) of every import in a file."""
-    return tuple((node.lineno, name) for node in ast.walk(syntax(path)) for name in imported(node))
+    return tuple((node.lineno, name) for node in nodes(path) for name in imported(node))
 
 
 def room_of(path: Path) -> str | None:
@@ -80,7 +80,7 @@ def test_beside_the_rooms_are_programs_only():
     none(
         f"{table}: imports {name}; every room imports it"
         for table in TABLES
-        for node in ast.walk(syntax(Path(table)))
+        for node in nodes(Path(table))
         for name in imported(node)
         if name.startswith("fmegatron")
     )
@@ -122,7 +122,7 @@ def test_imports_go_up():
 def imports_inside(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of imports inside functions; of a file without one that is indented nothing is parsed."""
     if INDENTED_IMPORT.search((ROOT / path).read_text()):
-        for function in ast.walk(syntax(path)):
+        for function in nodes(path):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield from ((node.lineno, name) for node in ast.walk(function) for name in imported(node))
 
@@ -161,7 +161,7 @@ OF_PYTHON = {"_current_frames", "_exit", "_fields", "_getframe", "_signal"}
 
 def private_names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, name) of every private name that a file takes from an object or a module."""
-    for node in ast.walk(syntax(path)):
+    for node in nodes(path):
         found = []
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             found = [node.attr]
@@ -180,7 +180,7 @@ def private_names(path: Path) -> Iterator[tuple[int, str]]:
 def own_names() -> Iterator[str]:
     """Every name that some file of the package defines."""
     for path in sources("fmegatron"):
-        for node in ast.walk(syntax(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 yield node.name
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

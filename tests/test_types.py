@@ -6,7 +6,7 @@ import inspect
 import re
 import tomllib
 
-from tests.house import ROOT, none, rooms, sources, syntax
+from tests.house import ROOT, nodes, none, rooms, sources
 
 SILENCED = re.compile(r"#\s*(?:type|pyright):\s*ignore(?P<rule>\[[\w, -]+\])?(?P<why>\s+\S+.*)?")
 # What takes anything, with the reason.
@@ -93,7 +93,7 @@ def test_errors_of_types_are_silenced_by_rule_and_with_a_reason():
 def test_few_functions_have_many_arguments():
     counts = {}
     for path in sources("fmegatron"):
-        for node in ast.walk(syntax(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = node.args
                 every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
