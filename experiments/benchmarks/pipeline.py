@@ -28,7 +28,7 @@ from fmegatron.step.graph.nodes import items_of, opaque_entries
 from fmegatron.step.pipeline import schedules
 from fmegatron.step.pipeline.clock import clock
 from fmegatron.step.pipeline.entry import PipelineEntry, RankOfPipeline
-from fmegatron.step.pipeline.table import Action, messages, programs
+from fmegatron.step.pipeline.table import Message, messages, programs
 from fmegatron.testing.measure import paired_seconds, report
 from fmegatron.testing.ranks import RankPool
 
@@ -181,15 +181,15 @@ def host(plan, where: str) -> None:
     inputs = [torch.zeros(x.shape, dtype=x.dtype) for x in plan.fakes]
     brought = [torch.zeros(plan.shape(path), dtype=plan.layouts[path].dtype) for path in plan.brought]
     program = programs(plan.table)[0]
-    count = sum(isinstance(item, Action) for item in program)
+    count = sum(not isinstance(item, Message) for item in program)
 
     def once() -> float:
         rank = RankOfPipeline(plan, 0, inputs, brought, run, lambda f, *values: f(*values))
         rank.held.add = lambda *_: None  # sums are no time of the host
         began = time.perf_counter()
         for item in program:
-            if isinstance(item, Action):
-                rank.held.do(item)
+            if not isinstance(item, Message):
+                rank.held.do(*item)
             elif item.target == 0:
                 rank.held.receive(item, None)
             else:

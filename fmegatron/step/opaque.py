@@ -96,6 +96,10 @@ class Entry:
                 kinds.collective_of(node.target) in (table.ALL_TO_ALL_ROWS, table.PPERMUTE) for node in graph.nodes
             )
             target = replace(target, overlap=Overlap(0, join_ends=False, peak=None) if hides else None)
+        return self.bound_to(target)
+
+    def bound_to(self, target: Target) -> Bound:
+        """The graph compiled for this very target."""
         world = target.world
         # What is compiled for ranks is kept by their World and ends with it.
         known = self.alone if world is None else world.compiled.setdefault(self, {})

@@ -16,7 +16,8 @@ __all__ = ["Clock", "Costs", "clock", "timed"]
 class Costs:
     """What actions take and hold: a number for all stages, or a tuple with one for each.
 
-    F, B, W, G, R: the time of an action of that kind, in any unit. BW: of B and W joined; None: their sum.
+    F, B, W, G, R: the time of an action of that kind, in any unit. BW: of B and W joined; None: their sum. pair: of an
+        F and a backward that run as one, by the stage of the F; None: their sum.
     send: from the end of an action until another rank has what it made. Messages do not wait for each other.
     live: what a stage holds of a microbatch from the start of its F to the end of its B, in any unit (1: counted in
         microbatches). left: from there to the end of its W; what both read is in both.
@@ -28,6 +29,7 @@ class Costs:
     B: float | tuple[float, ...] = 1.0
     W: float | tuple[float, ...] = 1.0
     BW: float | tuple[float, ...] | None = None
+    pair: float | tuple[float, ...] | None = None
     G: float | tuple[float, ...] = 0.0
     R: float | tuple[float, ...] = 0.0
     send: float | tuple[float, ...] = 0.0
@@ -53,6 +55,14 @@ class Costs:
     def of(self, action: Action) -> float:
         """The time of an action."""
         return self.at(action.kind, action.stage)
+
+    def of_unit(self, unit: tuple[Action, ...]) -> tuple[float, ...]:
+        """The times of what runs as one: of a pair that hides something each action is shorter by the same factor."""
+        times = tuple(map(self.of, unit))
+        if len(unit) == 1 or self.pair is None or not sum(times):
+            return times
+        (whole,) = (self.at("pair", action.stage) for action in unit if action.kind == "F")
+        return tuple(time * whole / sum(times) for time in times)
 
     def fitting(self, stages: int) -> Costs:
         """The costs themselves. Raises ValueError where they are those of another number of stages."""
@@ -110,9 +120,9 @@ def timed(table: Table, costs: Costs | None = None) -> Clock:
             for need in needs(action, table.stages)
         ]
         end = max([free[rank], *ready])
-        for action in unit:
-            spans[rank].append((end, end + costs.of(action)))
-            end += costs.of(action)
+        for time in costs.of_unit(unit):
+            spans[rank].append((end, end + time))
+            end += time
         free[rank] = end
         done |= {Action(kind, a.stage, a.microbatch): end for a in unit for kind in a.kind}
     return Clock(table, tuple(map(tuple, spans)), tuple(_peak(row, costs) for row in table.rows))

@@ -24,9 +24,10 @@ from fmegatron.step.opaque import Entry, Replay
 from fmegatron.step.operators import defined, free_name
 from fmegatron.step.passes import Target
 from fmegatron.step.pipeline.cut import GRADS, Parts
+from fmegatron.step.pipeline.pairs import paired
 from fmegatron.step.pipeline.parts import layer_of
 from fmegatron.step.pipeline.run import Held, on_paper, over_ranks
-from fmegatron.step.pipeline.table import Message, Table
+from fmegatron.step.pipeline.table import Message, Table, units
 from fmegatron.step.reduce import raw_gradient_layout
 from fmegatron.step.torch_private import graph_module_of, outside_of_tracing
 from fmegatron.step.tracing import make_fakes, trace
@@ -59,6 +60,7 @@ class Plan:
     fake_mode: Any
     name: str
     _entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
+    _pairs: dict[tuple[tuple[str, int], ...], Entry] = field(default_factory=dict)
     _blocks: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
     _reads: dict[int, set[str]] = field(default_factory=dict)
     _first: Entry | None = None
@@ -81,6 +83,24 @@ class Plan:
             fakes = make_fakes([n.meta["val"] for n in module.graph.find_nodes(op="placeholder")], self.fake_mode)
             self._entries[kind, stage] = Entry.make(f"{self.name}_{kind}{stage}", module, fakes, self.fake_mode)
         return self._entries[kind, stage]
+
+    def of_steps(self, steps: tuple[tuple[str, int], ...]) -> Entry:
+        """What computes a part, or those that run as one in a pair: made once."""
+        if len(steps) == 1:
+            return self.entry(*steps[0])
+        if steps not in self._pairs:
+            label = f"{self.name}_{'_'.join(f'{kind}{stage}' for kind, stage in steps)}"
+            self._pairs[steps] = paired(self.root, self.parts, steps, label, self.fake_mode)
+        return self._pairs[steps]
+
+    def runs(self, rank: int) -> list[list[tuple[tuple[str, int], ...]]]:
+        """Of each action or pair of a rank what it runs, one after the other: the parts (kind, stage) in each."""
+        kinds, found = iter(self.table.parts(rank)), []
+        for unit in units(self.table, rank):
+            steps = [(kind, action.stage) for action in unit for kind in next(kinds)]
+            steps = [step for step in steps if self.parts.of[step].gives]
+            found.append([tuple(steps)][: len(steps)] if len(unit) > 1 else [(step,) for step in steps])
+        return found
 
     def splits(self, path: str) -> bool:
         """Whether pp splits the layers of a parameter, so that a rank computes those that it holds."""
@@ -250,9 +270,9 @@ class RankOfPipeline:
             plan.table, plan.parts, rank, functools.partial(self._run, run), self.given, self.add, self.plus
         )
 
-    def _run(self, run: Callable, kind: str, stage: int, values: list) -> Any:
-        part = self.plan.entry(kind, stage)
-        if kind == "R":
+    def _run(self, run: Callable, steps: tuple[tuple[str, int], ...], values: list) -> Any:
+        part = self.plan.of_steps(steps)
+        if steps[0][0] == "R":
             pairs = zip(values, part.fakes, strict=True)
             values = [self.each(lambda x, dtype=like.dtype: x.to(dtype), value) for value, like in pairs]
         return run(part, values)
@@ -346,17 +366,16 @@ class BoundPipeline:
         self.rank = world.index(("pp",))
         self.parts = {
             part: part.bind(target)
-            for (kind, stage), of in self.plan.parts.of.items()
-            if of.gives and self.plan.table.place[stage] == self.rank
-            for part in [self.plan.entry(kind, stage)]
+            for steps in dict.fromkeys(steps for unit in self.plan.runs(self.rank) for steps in unit)
+            for part in [self.plan.of_steps(steps)]
         }
         first = self.plan.first()
         self.begin, self.end = None if first is None else first.bind(target), self.plan.last().bind(target)
         self.op, self.library = defined("fmegatron_compiled", name, self, entry.out_meta)
 
-    def part(self, kind: str, stage: int) -> Any:
-        """A part of any rank, as this rank's are: through the passes, not compiled."""
-        return self.plan.entry(kind, stage).bind(self.target)
+    def part(self, *steps: tuple[str, int]) -> Any:
+        """A part of any rank (or a pair of them), as this rank's are: through the passes, not compiled."""
+        return self.plan.of_steps(steps).bind(self.target)
 
     @property
     def beside(self) -> int:

@@ -47,8 +47,7 @@ def simulated(plan: entry.Plan, columns: list[list], mesh: Mesh, interpret: Call
         for message in table.messages(plan.table):
             waiting.setdefault((message.kind, message.stage, message.microbatch), []).append(message)
         for i, unit in table.played(plan.table):
-            for action in unit:
-                ranks[i].held.do(action)
+            ranks[i].held.do(*unit)
             made = [(kind, action.stage, action.microbatch) for action in unit for kind in action.kind]
             for key in made:  # behind both actions of a pair, as in `programs`
                 for message in waiting.pop(key, ()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from fmegatron.collectives import World, waiting
 from fmegatron.step.pipeline.cut import Parts
+from fmegatron.step.pipeline.pairs import faces
 from fmegatron.step.pipeline.table import Action, Message, Table, programs
 
 __all__ = ["Doing", "Held", "on_paper", "over_ranks"]
@@ -18,7 +21,7 @@ __all__ = ["Doing", "Held", "on_paper", "over_ranks"]
 class Held:
     """The values of one rank of a pipeline: tensors, or whatever else `run` takes and gives.
 
-    run: (kind, stage, values) -> what the part gives. given: (path of an input, microbatch) -> its value. add: hears
+    run: (parts, values) -> what they give; parts: one or, of a pair, those that run as one, each (kind, stage). given: (path of an input, microbatch) -> its value. add: hears
     (path of a gradient, its term, microbatch). plus: (a sum or None, a value) -> the sum with it. sides: {(name,
     microbatch): what M reads}. gathered: {stage: what its last G gave}, while it is read. reduced: {stage: the sums
     that its next R reads}.
@@ -33,6 +36,7 @@ class Held:
         self.sides: dict[tuple[str, int], Any] = {}
         self._leaving: dict[tuple[str, int, int], Any] = {}  # the message may stand behind the other action of a pair
         self._dead: list[tuple[str, int]] = []
+        self._faces: dict[tuple[tuple[str, int], ...], list] = {}
         self._last = [self._lives(stage) for stage in range(parts.stages)]
 
     def _lives(self, stage: int) -> dict[str, list[str]]:
@@ -51,37 +55,57 @@ class Held:
     def _behind(self, stage: int) -> tuple[str, str] | None:
         return self.parts.backward[stage + 1] if stage + 1 < self.parts.stages else None
 
-    def do(self, action: Action) -> None:
-        """Run an action whose inputs are there."""
-        stage, i = action.stage, action.microbatch
+    def do(self, *unit: Action) -> None:
+        """Run what runs as one, an action or a pair, whose inputs are there."""
         self._let_go()
-        for kind in (next(self._gathers),) if action.kind == "G" else action.kind:
-            part = self.parts.of[kind, stage]
-            found = self.run(kind, stage, self._values(kind, part.takes, i, stage)) if part.gives else ()
-            if action.kind == "G":
-                self.gathered[stage] = dict(zip(part.gives, found, strict=True))
-                continue
-            if kind == "R":
-                self.reduced.pop(stage, None)
-            sums = self.parts.of["R", stage].takes if kind == "W" and ("R", stage) in self.parts.of else ()
-            for name, value in zip(part.gives, found, strict=True):
-                if name in sums:
-                    of = self.reduced.setdefault(stage, {})
-                    of[name] = self.plus(of.get(name), value)
-                elif kind in "WR":
-                    self.add(name, value, i)
-                else:
-                    self.values[name, i] = value
-            if kind == "F":
-                self.sides |= {(name, i): self.values[name, i] for name in self.parts.sides[stage]}
-            pair, reader = self._pair(kind, stage), stage + (1 if kind == "F" else -1)
-            if pair is not None and self.table.place[reader] == self.rank:
-                self.values[pair[1], i] = self.values[pair[0], i]
-            elif pair is not None:
-                self._leaving[kind, stage, i] = self.values[pair[0], i]
-            self._dead += [(name, i) for name in self._last[stage].get(kind, ())]
-        if action in self._done_with:
-            del self.gathered[stage]
+        steps = [(k, a) for a in unit for k in ((next(self._gathers),) if a.kind == "G" else a.kind)]
+        for together in [steps] if len(unit) > 1 else [[step] for step in steps]:
+            at = {kind: action for kind, action in together}  # a pair has one action of each kind
+            joined = tuple((kind, action.stage) for kind, action in together if self.parts.of[kind, action.stage].gives)
+            takes, gives = self._face(joined)
+            values = [value for kind, names in takes for value in self._values(kind, names, at[kind])]
+            found = iter(self.run(joined, values) if joined else ())
+            made = {kind: {name: next(found) for name in names} for kind, names in gives}
+            for kind, action in together:
+                self._took(kind, action, made.get(kind, {}))
+        for action in unit:
+            if action in self._done_with:
+                del self.gathered[action.stage]
+
+    def _face(self, steps: tuple[tuple[str, int], ...]) -> Sequence[list[tuple[str, list[str]]]]:
+        """[(kind of a part, names)] of what parts that run as one take, and of what they give."""
+        if steps not in self._faces:
+            self._faces[steps] = [
+                [(kind, [name for _, name in of]) for kind, of in itertools.groupby(pairs, operator.itemgetter(0))]
+                for pairs in faces(self.parts, steps)
+            ]
+        return self._faces[steps]
+
+    def _took(self, kind: str, action: Action, found: dict[str, Any]) -> None:
+        """Keep what a part gave."""
+        stage, i = action.stage, action.microbatch
+        if kind[0] == "G":
+            self.gathered[stage] = found
+            return
+        if kind == "R":
+            self.reduced.pop(stage, None)
+        sums = self.parts.of["R", stage].takes if kind == "W" and ("R", stage) in self.parts.of else ()
+        for name, value in found.items():
+            if name in sums:
+                of = self.reduced.setdefault(stage, {})
+                of[name] = self.plus(of.get(name), value)
+            elif kind in "WR":
+                self.add(name, value, i)
+            else:
+                self.values[name, i] = value
+        if kind == "F":
+            self.sides |= {(name, i): self.values[name, i] for name in self.parts.sides[stage]}
+        pair, reader = self._pair(kind, stage), stage + (1 if kind == "F" else -1)
+        if pair is not None and self.table.place[reader] == self.rank:
+            self.values[pair[1], i] = self.values[pair[0], i]
+        elif pair is not None:
+            self._leaving[kind, stage, i] = self.values[pair[0], i]
+        self._dead += [(name, i) for name in self._last[stage].get(kind, ())]
 
     def _pair(self, kind: str, stage: int) -> tuple[str, str] | None:
         """(the name here, the name where it is read) of what an action gives to another stage."""
@@ -102,10 +126,11 @@ class Held:
         self._let_go()
         assert not self.values, f"rank {self.rank} of pp: nobody has read {', '.join(map(str, self.values))}"
 
-    def _values(self, kind: str, names: Sequence[str], i: int, stage: int) -> list:
+    def _values(self, kind: str, names: Sequence[str], action: Action) -> list:
         """What an action takes: of a gather, of sums (which are no values of one microbatch), of this microbatch, or
         given."""
-        known, values, given = self.gathered.get(stage, {}), self.values, self.given
+        stage, i, values, given = action.stage, action.microbatch, self.values, self.given
+        known = self.gathered.get(stage, {})
         if kind == "R" and stage in self.reduced:
             known = self.reduced[stage] | known
         return [
@@ -135,17 +160,17 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
     coming: dict[tuple[str, int, int], tuple[Any, Message, torch.Tensor]] = {}
     numbers: dict[tuple[int, int], int] = {}
     for item in programs(held.table)[held.rank]:
-        if isinstance(item, Action):
+        if not isinstance(item, Message):
             for key in awaited(item):
                 if key in coming:
                     work, message, value = coming.pop(key)
                     waiting.at_work(Doing(held.rank, peers, item, message), work.wait)
                     held.receive(message, value)
-            waiting.at_work(Doing(held.rank, peers, item), held.do, item)
+            waiting.at_work(Doing(held.rank, peers, item), held.do, *item)
             continue
         pair = item.source, item.target
         tag = numbers[pair] = numbers.get(pair, -1) + 1
-        doing = Doing(held.rank, peers, None, item)
+        doing = Doing(held.rank, peers, (), item)
         if item.source == held.rank:
             value = held.sent(item).contiguous()
             sends = [(work, message, x) for work, message, x in sends if not work.is_completed()]
@@ -156,23 +181,23 @@ def over_ranks(held: Held, world: World, like: Callable[[Message], torch.Tensor]
             work = waiting.at_work(doing, dist.irecv, value, peers[item.source], group, tag)
             coming[item.kind, item.reader, item.microbatch] = work, item, value
     for work, message, _ in sends:
-        waiting.at_work(Doing(held.rank, peers, None, message), work.wait)
+        waiting.at_work(Doing(held.rank, peers, (), message), work.wait)
     held.end()
 
 
 class Doing(NamedTuple):
-    """What a rank of pp is at: an action, or the message that it waits for before one; None: behind its last action.
+    """What a rank of pp is at: an action or a pair, or the message that it waits for before it; (): behind the last.
 
     peers: of each rank of pp the number of its process.
     """
 
     rank: int
     peers: Sequence[int]
-    action: Action | None
+    unit: tuple[Action, ...]
     message: Message | None = None
 
     def __str__(self) -> str:
-        action, message = "" if self.action is None else f" {self.action}", self.message
+        action, message = " " * bool(self.unit) + " with ".join(map(str, self.unit)), self.message
         here = f"pipeline: rank {self.peers[self.rank]} ({self.rank} of pp)"
         if message is None:
             return f"{here} runs{action}"
@@ -187,18 +212,18 @@ def on_paper(
 ) -> list[torch.Tensor]:
     """The program of a rank without the others: what it receives is what `like` gives, and nothing is sent.
 
-    before: hears of each action its kind, and what is alive outside of `held`: what has come and is not read, and what
+    before: hears of each action (or pair) its kind, and what is alive outside of `held`: what has come and is not read, and what
     was sent last. Returns what is so behind the last.
     """
     sent, coming = list[torch.Tensor](), dict[tuple[str, int, int], tuple[Message, torch.Tensor]]()
     for item in programs(held.table)[held.rank]:
-        if isinstance(item, Action):
+        if not isinstance(item, Message):
             beside = [*sent, *(x for _, x in coming.values())]
             for key in awaited(item):
                 if key in coming:
                     held.receive(*coming.pop(key))
-            before(item.kind, beside)
-            held.do(item)
+            before(" with ".join(action.kind for action in item), beside)
+            held.do(*item)
         elif item.source == held.rank:
             sent = [held.sent(item)]
         else:
@@ -207,10 +232,9 @@ def on_paper(
     return sent
 
 
-def awaited(action: Action) -> list[tuple[str, int, int]]:
-    """(kind, stage, microbatch) of what an action reads that may come from another rank."""
-    kinds = [kind for kind in action.kind if kind in "FB"]
-    return [(kind, action.stage, action.microbatch) for kind in kinds]
+def awaited(unit: tuple[Action, ...]) -> list[tuple[str, int, int]]:
+    """(kind, stage, microbatch) of what an action or a pair reads that may come from another rank."""
+    return [(kind, action.stage, action.microbatch) for action in unit for kind in action.kind if kind in "FB"]
 
 
 def _peers(world: World) -> Sequence[int]:

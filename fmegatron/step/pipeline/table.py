@@ -203,15 +203,16 @@ def messages(table: Table) -> tuple[Message, ...]:
     return tuple(m for rank, unit in played(table) for action in unit for m in _sent(table, rank, action))
 
 
-def programs(table: Table) -> tuple[tuple[Action | Message, ...], ...]:
-    """Of each rank: its actions, and between them the messages that it sends (source is the rank) or receives.
+def programs(table: Table) -> tuple[tuple[tuple[Action, ...] | Message, ...], ...]:
+    """Of each rank: what it runs as one (`units`), and between these the messages that it sends (source is the rank) or
+    receives.
 
     Each receive stands before the action that reads it, each send behind the action (or pair) that makes it, all in the
     order of `messages`.
     """
-    found: tuple[list[Action | Message], ...] = tuple([] for _ in table.rows)
+    found: tuple[list[tuple[Action, ...] | Message], ...] = tuple([] for _ in table.rows)
     for rank, unit in played(table):
-        found[rank].extend(unit)
+        found[rank].append(unit)
         for message in (m for action in unit for m in _sent(table, rank, action)):
             found[message.source].append(message)
             found[message.target].append(message)

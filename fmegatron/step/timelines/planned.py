@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from fmegatron.collectives import World
 from fmegatron.layout import Mesh
-from fmegatron.step.graph.nodes import (
-    entry_of,
-    is_layer,
-    is_light,
-    is_start,
-    is_view,
-    is_wait,
-    kind,
-    node_of,
-    start_of,
-)
+from fmegatron.step.durations import Rates, seconds_of, seconds_on_the_wire
+from fmegatron.step.graph.nodes import entry_of, is_layer, is_start, is_wait, kind, node_of, start_of
 from fmegatron.step.pipeline.entry import BoundPipeline
 from fmegatron.step.timelines.events import COMPUTE, Event, Timeline
 from fmegatron.step.timelines.stages import clock_of, events_of, seconds_of_ends
-from fmegatron.step.torch_private import Op, opname
+from fmegatron.step.torch_private import opname
 
 __all__ = ["PaperWorld", "Rates", "launched", "launches", "planned"]
 
@@ -95,65 +84,75 @@ def launches(graph: fx.Graph) -> str:
     return " ".join(dict.fromkeys(named(graph.nodes).values()))
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device does in a second, to estimate durations: FLOP of matrix products, bytes of memory, bytes that a
-    rank sends, seconds that each collective takes before its first byte, and bytes that go each way between device and
-    host. The defaults are an H100 at half of its bf16 peak, and links of 50 GB/s."""
-
-    flops: float = 5e14
-    memory: float = 2.5e12
-    network: float = 5e10
-    latency: float = 2e-5
-    host: float = 5e10
-
-
 def planned(graph: fx.Graph, rates: Rates | None = None, title: str = "planned") -> Timeline:
     """Play a lowered graph on one device: computation in its order, the collectives of each group one after another.
 
-    rates: None for unit durations: a layer's forward 1, its backward 2, every collective 1, the rest nothing.
+    rates: None for unit durations: a layer's forward 1, its backward 2, every collective 1, the rest nothing. With
+    rates a compiled layer is played, too: what it communicates beside its computation, and waits for.
     """
-    names, clock, events = named(graph.nodes), 0.0, []
-    free: dict[str, float] = {}  # group -> when its last collective ends
-    ends: dict[fx.Node, float] = {}
-    rest, began = [], 0.0  # computation outside of layers since `began`
+    playing = _Playing(rates)
+    playing.play(graph)
+    return Timeline(tuple(playing.events), title, "units" if rates is None else "s")
 
-    def flush(until: float):
-        if rest and until > began:
-            events.append(Event(rest[0], COMPUTE, began, until, detail=" ".join(rest[:20])))
-        rest.clear()
 
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if is_start(node):
-            group = str(node.args[-1])
-            start = max(clock, free.get(group, 0.0))
-            ends[node] = free[group] = start + _seconds_on_the_wire(node, rates)
-            word, at = dict(_WORDS)[kind(node)], group.removeprefix("fmegatron:").partition("#")[0]
-            events.append(Event(names[node], f"{word} {at}", start, ends[node], detail=node.meta.get("at", "?")))
-        elif is_wait(node):
-            source = start_of(node)
-            if ends.get(source, 0.0) > clock:
-                flush(clock)
-                events.append(Event(names[source], COMPUTE, clock, ends[source], waits=True))
-                clock = ends[source]
-        elif isinstance(entry_of(node), BoundPipeline):
-            flush(clock)
-            found = list(_by_stages(entry_of(node), rates, clock))
-            events += found
-            clock = max(e.end for e in found)
-        else:
-            took = _seconds_of(node, rates)
-            if is_layer(node):
-                flush(clock)
-                events.append(Event(names[node], COMPUTE, clock, clock + took, detail=entry_of(node).op.name()))
-            elif took:
-                began = began if rest else clock
-                rest.append(opname(node.target) or node.name)
-            clock += took
-    flush(clock)
-    return Timeline(tuple(events), title, "units" if rates is None else "s")
+class _Playing:
+    """A device that runs graphs. clock: its time. free: group -> when its last collective ends."""
+
+    def __init__(self, rates: Rates | None):
+        self.rates, self.clock, self.events, self.free = rates, 0.0, list[Event](), dict[str, float]()
+
+    def play(self, graph: fx.Graph, layer: str = "") -> None:
+        """Run a graph from now on. layer: the name of the compiled layer that it is: all that it computes is that."""
+        names, ends = named(graph.nodes), dict[fx.Node, float]()
+        rest, began = [], self.clock  # computation outside of layers since `began`
+        prefix = layer and f"{layer}:"
+
+        def flush():
+            if rest and self.clock > began:
+                self.events.append(Event(layer or rest[0], COMPUTE, began, self.clock, detail=" ".join(rest[:20])))
+            rest.clear()
+
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if is_start(node):
+                group, twice = str(node.args[-1]), kind(node) == "reduce"
+                start = max(self.clock, self.free.get(group, 0.0))
+                took = 1.0 if self.rates is None else seconds_on_the_wire(node, self.rates, twice)
+                ends[node] = self.free[group] = start + took
+                word, at = dict(_WORDS)[kind(node)], group.removeprefix("fmegatron:").partition("#")[0]
+                lane, at_line = f"{word} {at}", node.meta.get("at", "?")
+                self.events.append(Event(prefix + names[node], lane, start, ends[node], detail=at_line))
+            elif is_wait(node):
+                source = start_of(node)
+                if ends.get(source, 0.0) > self.clock:
+                    flush()
+                    self.events.append(Event(prefix + names[source], COMPUTE, self.clock, ends[source], waits=True))
+                    self.clock = ends[source]
+            elif isinstance(entry_of(node), BoundPipeline):
+                flush()
+                found = list(_by_stages(entry_of(node), self.rates, self.clock))
+                self.events += found
+                self.clock = max(e.end for e in found)
+            elif is_layer(node) and self.rates is not None and not layer:
+                flush()
+                self.play(entry_of(node).program.stages["overlap"].graph, names[node])
+            else:
+                took = self._seconds_of(node)
+                if is_layer(node) and not layer:
+                    flush()
+                    begin, name = self.clock, entry_of(node).op.name()
+                    self.events.append(Event(names[node], COMPUTE, begin, begin + took, detail=name))
+                elif took:
+                    began = began if rest else self.clock
+                    rest.append(opname(node.target) or node.name)
+                self.clock += took
+        flush()
+
+    def _seconds_of(self, node: fx.Node) -> float:
+        if self.rates is not None:
+            return seconds_of(node, self.rates)
+        return _units_of(entry_of(node).op.name()) if is_layer(node) else 0.0
 
 
 def _by_stages(bound: BoundPipeline, rates: Rates | None, begin: float) -> Iterator[Event]:
@@ -175,49 +174,16 @@ def _by_stages(bound: BoundPipeline, rates: Rates | None, begin: float) -> Itera
         yield Event("begin", COMPUTE, begin, begin + first, detail="embedding and head brought to their stages")
     begin += first
     yield Event("table", COMPUTE, begin, begin + found.duration, detail=bound.plan.table.name)
-    yield from events_of(bound, found, costs, begin)
+    yield from events_of(bound, found, costs, begin, lambda graph: planned(graph, rates))
     begin += found.duration
     yield Event("end", COMPUTE, begin, begin + last, detail="gradients of ends and metrics summed over pp")
 
 
-def _values(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.Tensor)]
-
-
-def _bytes(nodes) -> int:
-    return sum(v.numel() * v.element_size() for n in nodes for v in _values(n))
-
-
-def _seconds_on_the_wire(start: fx.Node, rates: Rates | None) -> float:
-    """Latency, and the full array at the rate of the network: once for gathers, reduce-scatters and exchanges, twice
-    for all-reduces. (A ring of n ranks sends (n - 1)/n of that; the graph does not state n for all of them.)"""
-    if rates is None:
-        return 1.0
-    whole = max(_bytes([start]), _bytes(start.all_input_nodes))
-    return rates.latency + whole * (2 if kind(start) == "reduce" else 1) / rates.network
-
-
 def _units_of(layer: str) -> float:
-    """A forward 1, a backward 2, each half of one that a pipeline has cut 1."""
-    return 2.0 if "_bwd_" in layer and "_bwd_dx_" not in layer and "_bwd_dw_" not in layer else 1.0
-
-
-def _seconds_of(node: fx.Node, rates: Rates | None) -> float:
-    if rates is None:
-        return _units_of(entry_of(node).op.name()) if is_layer(node) else 0.0
-    if is_layer(node):
-        inner = entry_of(node).graph_module.graph
-        return sum(_seconds_of(n, rates) for n in inner.nodes if n.op == "call_function" and not is_start(n))
-    if not isinstance(node.target, Op) or is_view(node):
-        return 0.0
-    formula = flop_registry.get(node.target.overloadpacket)
-    if formula is not None:
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        return formula(*arguments[0], **arguments[1], out_val=node.meta["val"]) / rates.flops
-    # Elementwise work is fused: what is read and written once, shared by a chain of a few operations.
-    moved = _bytes([node, *node.all_input_nodes])
-    return moved / rates.memory / (4 if is_light(node) else 1)
+    """A forward 1, a backward 2, each half of one that a pipeline has cut 1, of a pair their sum."""
+    halves = layer.count("_bwd_dx_") + layer.count("_bwd_dw_")
+    backward = halves or 2.0 * ("_bwd_" in layer)
+    return backward + ("_fwd_" in layer) or 1.0
 
 
 class PaperWorld(World):

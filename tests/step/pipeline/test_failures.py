@@ -81,15 +81,17 @@ def test_who_waited_for_what(how, tmp_path, forkserver):
 
 
 def test_what_a_rank_is_at():
-    peers, action = (4, 6), table.Action("B", 0, 2)
+    peers, action = (4, 6), (table.Action("B", 0, 2),)
     sent, taken = table.Message("F", 0, 3, 0, 1), table.Message("B", 1, 2, 1, 0)
     assert str(run.Doing(0, peers, action)) == "pipeline: rank 4 (0 of pp) runs B0.2"
+    pair = (table.Action("F", 0, 3), *action)
+    assert str(run.Doing(0, peers, pair)) == "pipeline: rank 4 (0 of pp) runs F0.3 with B0.2"
     told = "pipeline: rank 4 (0 of pp) waits"
     assert (
         str(run.Doing(0, peers, action, taken))
         == f"{told} before B0.2 for what B1.2 made to come from rank 6 (1 of pp)"
     )
-    assert str(run.Doing(0, peers, None, sent)) == f"{told} for what F0.3 made to be taken by rank 6 (1 of pp)"
+    assert str(run.Doing(0, peers, (), sent)) == f"{told} for what F0.3 made to be taken by rank 6 (1 of pp)"
 
     def fails():
         assert waiting.doing_of(threading.get_ident()) == "pipeline: rank 4 (0 of pp) runs B0.2"
