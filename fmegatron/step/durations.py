@@ -11,9 +11,9 @@ from torch.utils.flop_counter import flop_registry
 
 from fmegatron.collectives import kinds
 from fmegatron.step.graph.nodes import entry_of, is_layer, is_light, is_start, is_view
-from fmegatron.step.torch_private import Op
+from fmegatron.step.torch_private import Op, opname
 
-__all__ = ["Rates", "seconds_of", "seconds_on_the_wire"]
+__all__ = ["Rates", "is_product", "seconds_of", "seconds_on_the_wire"]
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,28 @@ def seconds_of(node: fx.Node, rates: Rates) -> float:
         return sum(seconds_of(n, rates) for n in inner.nodes if n.op == "call_function")
     if not isinstance(node.target, Op) or is_start(node) or is_view(node) or kinds.collective_of(node.target):
         return 0.0
-    formula = flop_registry.get(node.target.overloadpacket)
-    if formula is not None:
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-        return formula(*arguments[0], **arguments[1], out_val=node.meta["val"]) / rates.flops
+    if is_product(node):
+        return _flops(node) / rates.flops
     # Elementwise work is fused: what is read and written once, shared by a chain of a few operations.
     moved = _bytes([node, *node.all_input_nodes])
     return moved / rates.memory / (4 if is_light(node) else 1)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a product of matrices, attention or another op whose work is counted in FLOP."""
+    return isinstance(node.target, Op) and (_is_grouped(node) or node.target.overloadpacket in flop_registry)
+
+
+def _is_grouped(node: fx.Node) -> bool:
+    """Whether each group of rows is multiplied with a matrix of its own (torch has no formula for it)."""
+    return opname(node.target) in ("_grouped_mm", "grouped_mm")
+
+
+def _flops(node: fx.Node) -> float:
+    args, named = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    if _is_grouped(node):  # each of the rows [N, D], or of the columns [D, N], is in one group
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    return flop_registry[node.target.overloadpacket](*args, **named, out_val=node.meta["val"])
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from fmegatron.collectives import World
+from fmegatron.step.durations import is_product
 from fmegatron.step.gloo_all_to_all import beside_exchange
 from fmegatron.step.graph.memory import Memory, materialized, peak_bytes
 from fmegatron.step.graph.nodes import entry_of, is_layer, is_start, is_wait, start_of, waits_of
@@ -20,7 +20,6 @@ from fmegatron.step.overlap.gathers import keep_last, separate_groups
 from fmegatron.step.overlap.limit import within
 from fmegatron.step.overlap.merge import join_ends, merge_reductions
 from fmegatron.step.overlap.order import Order, is_number
-from fmegatron.step.torch_private import Op
 
 __all__ = ["KEEP_ORDER", "KEEP_WAITS", "Overlap", "hides", "overlap_of", "overlapped", "planned_peak"]
 
@@ -148,7 +147,7 @@ def hides(order: Iterable[fx.Node]) -> bool:
                 flying.add(node)
         elif is_wait(node):
             flying.discard(start_of(node))
-        elif flying and (is_layer(node) or isinstance(node.target, Op) and node.target.overloadpacket in flop_registry):
+        elif flying and (is_layer(node) or is_product(node)):
             return True
     return False
 

@@ -1,9 +1,10 @@
 """A pair of a table as one graph: the forward of one microbatch beside the backward of another.
 
 Neither reads anything of the other, so what one communicates (rows to their experts, sequence parallel sums) travels
-while the other computes. The order is that of a clock on which durations are estimated (`durations.Rates`): computation
-goes on in the half that it is at until it would wait, then in the other; weight gradients, which nobody waits for, fill
-what is left. In the lowered graph each collective is then waited for where its result is read.
+while the other computes. The order is that of a clock on which durations are estimated (`durations.Rates`): of what
+waits for nothing the half that is nearest to its next collective computes, so that this travels early; weight
+gradients, which nobody waits for, fill what is left. In the lowered graph each collective is then waited for where its
+result is read.
 
 Compiled layers of both halves that communicate become layers of a pair, the k-th of the one with the k-th of the other;
 those of equal kinds are equal, and are compiled once for all stages.
@@ -12,6 +13,7 @@ those of equal kinds are equal, and are compiled once for all stages.
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -220,21 +222,26 @@ def _side_by_side(graph: fx.Graph, chain: Mapping[fx.Node, str], rates: Rates | 
     rates, place = rates or Rates(), {n: i for i, n in enumerate(graph.nodes)}
     order = [n for n in graph.nodes if n.op == "placeholder"]
     missing = {n: sum(x in chain for x in n.all_input_nodes) for n in chain}
-    there = dict.fromkeys(order, 0.0)  # when the value of a node is there
+    took = {n: seconds_of(n, rates) for n in chain}
+    there, near = dict.fromkeys(order, 0.0), _until_next(sorted(chain, key=place.__getitem__), chain, took)
     ready: dict[str, list[tuple[int, fx.Node]]] = {"F": [], "B": [], "": []}
-    clock, at, wires = 0.0, "F", dict[Any, float]()
+    clock, wires = 0.0, dict[Any, float]()
 
     def add(n: fx.Node) -> None:
-        heapq.heappush(ready[chain[n] if chain[n] in "FB" else ""], (place[n], n))
+        heapq.heappush(ready[_half_of(chain[n])], (place[n], n))
+
+    def first(half: str) -> tuple[float, bool, float]:
+        """What comes first: when it can begin, not before now; gaps are filled last; how far its next collective is."""
+        n = ready[half][0][1]
+        waits = 0.0 if _is_named(n) else max((there[x] for x in n.all_input_nodes), default=0.0)
+        return max(clock, waits), not half, near[n]
 
     for n, count in missing.items():
         if not count:
             add(n)
     while any(ready.values()):
-        halves = [half for half in dict.fromkeys((at, "F", "B", "")) if ready[half]]
-        begins = {half: _begins(ready[half][0][1], there) for half in halves}
-        half = next((half for half in halves if begins[half] <= clock), min(halves, key=begins.__getitem__))
-        clock, at = max(clock, begins[half]), half or at
+        half = min((half for half in ready if ready[half]), key=first)
+        clock = first(half)[0]
         _, n = heapq.heappop(ready[half])
         order.append(n)
         if _travels(n):
@@ -243,7 +250,7 @@ def _side_by_side(graph: fx.Graph, chain: Mapping[fx.Node, str], rates: Rates | 
         elif _is_named(n):
             there[n] = max((there[x] for x in n.all_input_nodes), default=0.0)
         else:
-            clock += seconds_of(n, rates)
+            clock += took[n]
             there[n] = clock
         for user in n.users:
             if user in missing:
@@ -253,9 +260,20 @@ def _side_by_side(graph: fx.Graph, chain: Mapping[fx.Node, str], rates: Rates | 
     return [*order, graph.output_node()]
 
 
-def _begins(n: fx.Node, there: Mapping[fx.Node, float]) -> float:
-    """When a node can begin; what only names a part of a value waits for nothing."""
-    return 0.0 if _is_named(n) else max((there[x] for x in n.all_input_nodes), default=0.0)
+def _half_of(kind: str) -> str:
+    return kind if kind in ("F", "B") else ""
+
+
+def _until_next(
+    nodes: Sequence[fx.Node], chain: Mapping[fx.Node, str], took: Mapping[fx.Node, float]
+) -> dict[fx.Node, float]:
+    """Of each node how long its half computes from there to its next collective; infinite behind the last."""
+    found, left = dict[fx.Node, float](), dict[str, float]()
+    for n in reversed(nodes):
+        half = _half_of(chain[n])
+        left[half] = 0.0 if _travels(n) else left.get(half, math.inf) + took[n]
+        found[n] = left[half]
+    return found
 
 
 def _is_named(n: fx.Node) -> bool:

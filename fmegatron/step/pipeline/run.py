@@ -21,10 +21,10 @@ __all__ = ["Doing", "Held", "on_paper", "over_ranks"]
 class Held:
     """The values of one rank of a pipeline: tensors, or whatever else `run` takes and gives.
 
-    run: (parts, values) -> what they give; parts: one or, of a pair, those that run as one, each (kind, stage). given: (path of an input, microbatch) -> its value. add: hears
-    (path of a gradient, its term, microbatch). plus: (a sum or None, a value) -> the sum with it. sides: {(name,
-    microbatch): what M reads}. gathered: {stage: what its last G gave}, while it is read. reduced: {stage: the sums
-    that its next R reads}.
+    run: (parts, values) -> what they give; parts: one or, of a pair, those that run as one, each (kind, stage). given:
+    (path of an input, microbatch) -> its value. add: hears (path of a gradient, its term, microbatch). plus: (a sum or
+    None, a value) -> the sum with it. sides: {(name, microbatch): what M reads}. gathered: {stage: what its last G
+    gave}, while it is read. reduced: {stage: the sums that its next R reads}.
     """
 
     def __init__(self, table: Table, parts: Parts, rank: int, run: Callable, given: Callable, add: Callable, plus: Any):
@@ -212,8 +212,8 @@ def on_paper(
 ) -> list[torch.Tensor]:
     """The program of a rank without the others: what it receives is what `like` gives, and nothing is sent.
 
-    before: hears of each action (or pair) its kind, and what is alive outside of `held`: what has come and is not read, and what
-    was sent last. Returns what is so behind the last.
+    before: hears of each action (or pair) its kind, and what is alive outside of `held`: what has come and is not read,
+    and what was sent last. Returns what is so behind the last.
     """
     sent, coming = list[torch.Tensor](), dict[tuple[str, int, int], tuple[Message, torch.Tensor]]()
     for item in programs(held.table)[held.rank]:

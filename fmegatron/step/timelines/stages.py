@@ -14,7 +14,7 @@ from fmegatron.step.pipeline.entry import BoundPipeline
 from fmegatron.step.pipeline.table import Action, messages, units
 from fmegatron.step.timelines.events import COMPUTE, Event, Timeline
 
-__all__ = ["MESSAGES", "calls_of", "clock_of", "events_of", "pipelines_of", "seconds_of_ends"]
+__all__ = ["MESSAGES", "calls_of", "clock_of", "events_of", "graph_of", "pipelines_of", "seconds_of_ends"]
 
 MESSAGES = "messages"
 

@@ -12,18 +12,23 @@ from fmegatron.testing import split
 from tests.step.pipeline import hand
 
 F64 = torch.float64
-TABLES = {"1f1b": schedules.one_f_one_b, "zero bubble": schedules.zb_h1}
+PIPELINES = {
+    "1f1b": Pipeline(schedules.one_f_one_b(2, 4), (2, 2)),
+    "zero bubble": Pipeline(schedules.zb_h1(2, 4), (2, 2)),
+    "pairs": Pipeline(schedules.dualpipe_v(2, 4), (1, 1, 1, 1)),
+}
 
 
 def on_ranks(rank: int, schedule: str, backend: str, folder: str):
     """Two steps and a checkpoint: (metrics of each, whether the check found nothing)."""
     mesh = Mesh(pp=2)
     world, params, batch = connect(mesh), hand.params_of(4), hand.batch_of(8)
-    layouts = hand.state_layouts(hand.layouts_of(params, mesh))
+    pipeline = PIPELINES[schedule]
+    layouts = hand.state_layouts(hand.layouts_of(params, mesh, pipeline.split(mesh, 4)))
     own = split(hand.whole_state(params), layouts, mesh)[rank]
     state = tree.place(tree.map(torch.clone, own), layouts)
     given = tree.place(batch, tree.map(lambda x: Layout(tuple(x.shape), x.dtype, mesh), batch))
-    grad_fn = pipelined(hand.loss_fn, Pipeline(TABLES[schedule](2, 4), (2, 2)), dtype=F64)
+    grad_fn = pipelined(hand.loss_fn, pipeline, dtype=F64)
     jitted = step.jit(hand.train_step_of(grad_fn), donate=0, world=world, backend=backend)
     found = []
     for _ in range(2):
@@ -36,7 +41,9 @@ def on_ranks(rank: int, schedule: str, backend: str, folder: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "backend"), [("1f1b", "eager"), ("zero bubble", "inductor")])
+@pytest.mark.parametrize(
+    ("schedule", "backend"), [("1f1b", "eager"), ("zero bubble", "inductor"), ("pairs", "inductor")]
+)
 def test_two_ranks_are_one(ranks, tmp_path, schedule, backend):
     found = ranks.run(on_ranks, schedule, backend, str(tmp_path), ranks=2)
     params = hand.params_of(4)
