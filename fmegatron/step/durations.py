@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -61,10 +62,11 @@ def _is_grouped(node: fx.Node) -> bool:
 
 
 def _flops(node: fx.Node) -> float:
-    args, named = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    found: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    (args, named), target = found, cast(Op, node.target)
     if _is_grouped(node):  # each of the rows [N, D], or of the columns [D, N], is in one group
         return 2.0 * args[0].numel() * args[1].shape[-1]
-    return flop_registry[node.target.overloadpacket](*args, **named, out_val=node.meta["val"])
+    return flop_registry[target.overloadpacket](*args, **named, out_val=node.meta["val"])
 
 
 def _bytes(nodes: Iterable[fx.Node]) -> int:

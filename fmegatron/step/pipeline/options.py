@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,9 +20,12 @@ __all__ = ["Pipeline", "Pipelining", "Scheduled", "by_stages"]
 
 # How many stages a rank has where nothing names it; those of a V are always two.
 _CHUNKS = MappingProxyType(
-    {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2, "greedy": 1, "greedy_v": 2}
+    {
+        **dict.fromkeys(("gpipe", "1f1b", "1f1b_pairs", "zb_h1", "greedy"), 1),
+        **dict.fromkeys(("interleaved", "zb_v", "dualpipe_v", "greedy_v"), 2),
+    }
 )
-_FIXED = ("gpipe", "1f1b", "zb_h1", "zb_v", "dualpipe_v", "greedy_v")
+_FIXED = ("gpipe", "1f1b", "1f1b_pairs", "zb_h1", "zb_v", "dualpipe_v", "greedy_v")
 _OFTEN = ("use", "burst", "step")
 _VEES = ("zb_v", "dualpipe_v", "greedy_v")
 
@@ -88,7 +92,9 @@ class Pipelining:
     schedule:
         "gpipe"        all forwards, then all backwards
         "1f1b"         a backward as soon as there is one
-        "interleaved"  the same with several stages a rank
+        "1f1b_pairs"   the same, a forward and a backward as one graph, each beside what the other communicates; with
+                       twice as many microbatches live
+        "interleaved"  1F1B with several stages a rank
         "zb_h1"        weight gradients fill idle time
         "zb_v"         the same with two stages a rank in a V
         "dualpipe_v"   a V in which forwards and backwards run as pairs
@@ -107,7 +113,7 @@ class Pipelining:
     Raises ValueError for another schedule, and for what does not go with it.
     """
 
-    schedule: str = _named("1f1b")  # gpipe, 1f1b, interleaved, zb_h1, zb_v, dualpipe_v, greedy, greedy_v
+    schedule: str = _named("1f1b")  # gpipe, 1f1b[_pairs], interleaved, zb_h1, zb_v, dualpipe_v, greedy[_v]
     stages: str = _named("")  # blocks of each stage, "3,4,4,1", or Megatron's layout; empty: balanced
     chunks: int = _named(0)  # stages a rank; 0: as stages or the schedule have them
     memory: float = _named(0.0)  # of greedy ones, microbatches of all its stages that a rank may hold; 0: no limit
@@ -191,6 +197,7 @@ class Pipelining:
             return checked(gathering(schedules.interleaved(p, microbatches, chunks), self.gather))
         made = {"gpipe": schedules.gpipe, "1f1b": schedules.one_f_one_b, "zb_h1": schedules.zb_h1}
         made |= {"zb_v": schedules.zb_v, "dualpipe_v": schedules.dualpipe_v}
+        made["1f1b_pairs"] = functools.partial(schedules.one_f_one_b, pairs=True)
         return checked(gathering(made[self.schedule](p, microbatches), self.gather))
 
 

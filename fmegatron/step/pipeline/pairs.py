@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import fx
 
-from fmegatron.collectives import kinds
+from fmegatron.collectives import kinds, table
 from fmegatron.step.durations import Rates, seconds_of, seconds_on_the_wire
-from fmegatron.step.graph.nodes import RUNS, entry_of, is_view, items_of, opaque_entries
+from fmegatron.step.graph.nodes import RUNS, entry_of, int_of, is_view, items_of, node_of, opaque_entries
 from fmegatron.step.graph.order import sort_by
 from fmegatron.step.opaque import Entry
 from fmegatron.step.overlap.schedule import Overlap
@@ -34,6 +34,7 @@ from fmegatron.step.tracing import make_fakes
 
 __all__ = ["faces", "paired"]
 
+_TWICE = (table.PSUM, table.PMAX)  # what an all-reduce sends
 Steps = Sequence[tuple[str, int]]  # the parts that run as one: (kind, stage) of each
 
 
@@ -190,11 +191,11 @@ def _join(graph: fx.Graph, group: Sequence[fx.Node], chain: dict[fx.Node, str], 
                 outer[x] = inner.placeholder(f"x{len(outer)}")
                 outer[x].meta["val"] = x.meta["val"]
     for i, node in enumerate(group):
-        inputs = [outer[x] if x in outer else made[x.args[0]][x.args[1]] for x in items_of(node.args[0])]
+        inputs = [outer[x] if x in outer else _item(made, x) for x in items_of(node.args[0])]
         label = chain[node] if chain[node] != "W" else f"W{i}"
         made[node] = _copy_into(inner, entry_of(node).graph_module.graph, inputs, constants, inside, label)
     results = [item for node in group for item in node.users if not set(item.users) <= set(group)]
-    inner.output([made[item.args[0]][item.args[1]] for item in results])
+    inner.output([_item(made, item) for item in results])
     sort_by(inner, _side_by_side(inner, inside))
     name = "_".join(entry_of(node).name.rpartition("_")[0] for node in group)
     entry = _entry(name, graph_module_of(constants, inner), fake_mode)
@@ -213,6 +214,11 @@ def _join(graph: fx.Graph, group: Sequence[fx.Node], chain: dict[fx.Node, str], 
             graph.erase_node(item)
         chain.pop(old)
         graph.erase_node(old)
+
+
+def _item(of: Mapping[fx.Node, Sequence[fx.Node]], item: fx.Node) -> fx.Node:
+    """What stands for an item of what a node gives."""
+    return of[node_of(item.args[0])][int_of(item.args[1])]
 
 
 # ---- order -----------------------------------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ def _side_by_side(graph: fx.Graph, chain: Mapping[fx.Node, str], rates: Rates | 
         _, n = heapq.heappop(ready[half])
         order.append(n)
         if _travels(n):
-            axes, twice = str(n.args[1]), kinds.collective_of(n.target).functional == "all_reduce"
+            axes, twice = str(n.args[1]), kinds.collective_of(n.target) in _TWICE
             there[n] = wires[axes] = max(clock, wires.get(axes, 0.0)) + seconds_on_the_wire(n, rates, twice)
         elif _is_named(n):
             there[n] = max((there[x] for x in n.all_input_nodes), default=0.0)

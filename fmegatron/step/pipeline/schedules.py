@@ -40,14 +40,31 @@ def gpipe(p: int, m: int) -> Table:
     return _table("GPipe", rows, loop(p), p, m)
 
 
-def one_f_one_b(p: int, m: int) -> Table:
+def one_f_one_b(p: int, m: int, pairs: bool = False) -> Table:
     """A backward as soon as there is one: idle (p-1)(F+B+W) as GPipe, but min(p - rank, m) microbatches live.
+
+    pairs: in the steady state each forward runs with a backward as one, so that what one communicates is hidden behind
+        the other. A rank is twice as far ahead then, as a pair waits for what both need: idle as before where a pair
+        takes as long as its two, and min(2(p - rank), m) live.
 
     Narayanan et al., arXiv 2006.09503. Raises ValueError for p or m below 1.
     """
     _least("one_f_one_b", p, m)
-    rows = _in_turn(p, m, lambda rank, i: [Action("BW", rank, i)])
-    return _table("1F1B", rows, loop(p), p, m)
+    if not pairs:
+        rows = _in_turn(p, m, lambda rank, i: [Action("BW", rank, i)])
+        return _table("1F1B", rows, loop(p), p, m)
+    rows, together = [], []
+    for rank in range(p):
+        ahead = min(m, 2 * (p - rank) - 1)
+        row, at = [Action("F", rank, i) for i in range(ahead)], []
+        for i in range(m):
+            if ahead + i < m:
+                at.append(len(row))
+                row.append(Action("F", rank, ahead + i))
+            row.append(Action("BW", rank, i))
+        rows.append(tuple(row))
+        together.append(tuple(at))
+    return Table(tuple(rows), loop(p), m, f"1F1B of pairs p={p} m={m}", tuple(together))
 
 
 def _in_turn(p: int, m: int, backward: Callable[[int, int], list[Action]]) -> list[list[Action]]:

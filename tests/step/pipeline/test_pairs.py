@@ -44,6 +44,7 @@ def halves(plan, rank):
 def test_what_a_pair_takes_and_gives():
     """All of what its parts take from others, inputs that are equal once; not what B gives for its W alone."""
     plan = plan_of(TABLE, STAGES)
+    assert plan is not None
     for steps in halves(plan, 0) + halves(plan, 1):
         (f, b, w), (takes, gives) = [plan.parts.of[step] for step in steps], faces(plan.parts, steps)
         assert [kind for kind, _ in steps] == ["F", "B", "W"] and steps[1][1] == steps[2][1] == 3 - steps[0][1]

@@ -34,6 +34,9 @@ def test_idle_and_live_of_the_papers(p, m):
     for found in (gpipe, one):
         assert max(found.idle) == pytest.approx((p - 1) * (f + b + w))
     assert gpipe.peaks == (m,) * p and one.peaks == tuple(min(p - rank, m) for rank in range(p))
+    pairs = clock(schedules.one_f_one_b(p, m, pairs=True), UNEQUAL)
+    assert max(pairs.idle) <= (p - 1) * (f + b + w) * (1 + 1e-9)
+    assert pairs.peaks == tuple(min(2 * (p - rank), m) for rank in range(p))
     h1 = clock(schedules.zb_h1(p, m))
     assert max(h1.idle) == (p - 1) * 2 - (min(p, m) - 1) and h1.peaks == (min(p, m),) * p
     v = clock(schedules.zb_v(p, m))
@@ -152,6 +155,7 @@ def right(table: Table) -> bool:
 
 BASES = {
     "1F1B": lambda: schedules.one_f_one_b(4, 8),
+    "1F1B of pairs": lambda: schedules.one_f_one_b(3, 6, pairs=True),
     "ZB-H1": lambda: schedules.zb_h1(4, 8),
     "ZB-V": lambda: schedules.zb_v(4, 8),
     "interleaved": lambda: schedules.interleaved(4, 8, 2),
