@@ -11,6 +11,8 @@ what metrics are made of, too.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from fmegatron.step.opaque import Entry, Replay
 from fmegatron.step.operators import defined, free_name
 from fmegatron.step.passes import Target
 from fmegatron.step.pipeline.cut import GRADS, Parts
-from fmegatron.step.pipeline.pairs import paired
+from fmegatron.step.pipeline.pairs import faces, paired
 from fmegatron.step.pipeline.parts import layer_of
 from fmegatron.step.pipeline.run import Held, on_paper, over_ranks
 from fmegatron.step.pipeline.table import Message, Table, units
@@ -61,6 +63,7 @@ class Plan:
     name: str
     _entries: dict[tuple[str, int], Entry] = field(default_factory=dict)
     _pairs: dict[tuple[tuple[str, int], ...], Entry] = field(default_factory=dict)
+    _faces: dict[tuple[tuple[str, int], ...], tuple] = field(default_factory=dict)
     _blocks: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
     _reads: dict[int, set[str]] = field(default_factory=dict)
     _first: Entry | None = None
@@ -92,6 +95,15 @@ class Plan:
             label = f"{self.name}_{'_'.join(f'{kind}{stage}' for kind, stage in steps)}"
             self._pairs[steps] = paired(self.root, self.parts, steps, label, self.fake_mode)
         return self._pairs[steps]
+
+    def faces(self, steps: tuple[tuple[str, int], ...]) -> tuple[list, list]:
+        """[(kind of a part, names)] of what parts that run as one take, and of what they give."""
+        if steps not in self._faces:
+            both = faces(self.parts, steps)
+            groups = (itertools.groupby(pairs, operator.itemgetter(0)) for pairs in both)
+            takes, gives = ([(kind, [name for _, name in of]) for kind, of in each] for each in groups)
+            self._faces[steps] = takes, gives
+        return self._faces[steps]
 
     def runs(self, rank: int) -> list[list[tuple[tuple[str, int], ...]]]:
         """Of each action or pair of a rank what it runs, one after the other: the parts (kind, stage) in each."""
@@ -267,7 +279,7 @@ class RankOfPipeline:
             if path in plan.reads(rank):
                 self.inputs[f"0/{path}"] = whole
         self.held = Held(
-            plan.table, plan.parts, rank, functools.partial(self._run, run), self.given, self.add, self.plus
+            plan.table, plan.parts, rank, plan.faces, functools.partial(self._run, run), self.given, self.add, self.plus
         )
 
     def _run(self, run: Callable, steps: tuple[tuple[str, int], ...], values: list) -> Any:

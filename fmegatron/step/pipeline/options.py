@@ -21,8 +21,8 @@ __all__ = ["Pipeline", "Pipelining", "Scheduled", "by_stages"]
 # How many stages a rank has where nothing names it; those of a V are always two.
 _CHUNKS = MappingProxyType(
     {
-        **dict.fromkeys(("gpipe", "1f1b", "1f1b_pairs", "zb_h1", "greedy"), 1),
-        **dict.fromkeys(("interleaved", "zb_v", "dualpipe_v", "greedy_v"), 2),
+        **{"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "1f1b_pairs": 1},
+        **{"zb_v": 2, "dualpipe_v": 2, "greedy": 1, "greedy_v": 2},
     }
 )
 _FIXED = ("gpipe", "1f1b", "1f1b_pairs", "zb_h1", "zb_v", "dualpipe_v", "greedy_v")

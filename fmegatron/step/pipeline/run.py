@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +10,6 @@ import torch.distributed as dist
 
 from fmegatron.collectives import World, waiting
 from fmegatron.step.pipeline.cut import Parts
-from fmegatron.step.pipeline.pairs import faces
 from fmegatron.step.pipeline.table import Action, Message, Table, programs
 
 __all__ = ["Doing", "Held", "on_paper", "over_ranks"]
@@ -21,14 +18,19 @@ __all__ = ["Doing", "Held", "on_paper", "over_ranks"]
 class Held:
     """The values of one rank of a pipeline: tensors, or whatever else `run` takes and gives.
 
+    faces: of parts that run as one ([(kind of a part, names)] of what they take, the same of what they give).
     run: (parts, values) -> what they give; parts: one or, of a pair, those that run as one, each (kind, stage). given:
     (path of an input, microbatch) -> its value. add: hears (path of a gradient, its term, microbatch). plus: (a sum or
     None, a value) -> the sum with it. sides: {(name, microbatch): what M reads}. gathered: {stage: what its last G
     gave}, while it is read. reduced: {stage: the sums that its next R reads}.
     """
 
-    def __init__(self, table: Table, parts: Parts, rank: int, run: Callable, given: Callable, add: Callable, plus: Any):
-        self.table, self.parts, self.rank, self.run, self.given, self.add = table, parts, rank, run, given, add
+    def __init__(
+        self, table: Table, parts: Parts, rank: int, faces: Callable, run: Callable, given: Callable, add: Callable,
+        plus: Callable,
+    ):  # fmt: skip
+        self.table, self.parts, self.rank, self.faces, self.run = table, parts, rank, faces, run
+        self.given, self.add = given, add
         self.plus, self.gathered, self.reduced = plus, dict[int, dict[str, Any]](), dict[int, dict[str, Any]]()
         self._done_with = table.ends_of_gathers(rank)
         self._gathers = iter([kind for kinds in table.parts(rank) for kind in kinds if kind[0] == "G"])
@@ -36,7 +38,6 @@ class Held:
         self.sides: dict[tuple[str, int], Any] = {}
         self._leaving: dict[tuple[str, int, int], Any] = {}  # the message may stand behind the other action of a pair
         self._dead: list[tuple[str, int]] = []
-        self._faces: dict[tuple[tuple[str, int], ...], list] = {}
         self._last = [self._lives(stage) for stage in range(parts.stages)]
 
     def _lives(self, stage: int) -> dict[str, list[str]]:
@@ -62,7 +63,7 @@ class Held:
         for together in [steps] if len(unit) > 1 else [[step] for step in steps]:
             at = {kind: action for kind, action in together}  # a pair has one action of each kind
             joined = tuple((kind, action.stage) for kind, action in together if self.parts.of[kind, action.stage].gives)
-            takes, gives = self._face(joined)
+            takes, gives = self.faces(joined)
             values = [value for kind, names in takes for value in self._values(kind, names, at[kind])]
             found = iter(self.run(joined, values) if joined else ())
             made = {kind: {name: next(found) for name in names} for kind, names in gives}
@@ -71,15 +72,6 @@ class Held:
         for action in unit:
             if action in self._done_with:
                 del self.gathered[action.stage]
-
-    def _face(self, steps: tuple[tuple[str, int], ...]) -> Sequence[list[tuple[str, list[str]]]]:
-        """[(kind of a part, names)] of what parts that run as one take, and of what they give."""
-        if steps not in self._faces:
-            self._faces[steps] = [
-                [(kind, [name for _, name in of]) for kind, of in itertools.groupby(pairs, operator.itemgetter(0))]
-                for pairs in faces(self.parts, steps)
-            ]
-        return self._faces[steps]
 
     def _took(self, kind: str, action: Action, found: dict[str, Any]) -> None:
         """Keep what a part gave."""
