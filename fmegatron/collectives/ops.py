@@ -391,7 +391,8 @@ def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
         return x
     beside = [count.detach()] if isinstance(count, Tensor) else []
     counted = not isinstance(count, Tensor) and count > 1 and count == int(count)
-    rows, before = (count if counted and isinstance(count, int) else int(counted)), x.detach()  # it knows whose it is
+    # A whole number knows of what it is made.
+    rows, before = (count.as_integer_ratio()[0] if counted else 0), x.detach()
     return linear(
         lambda xs, _, beside: DECLARE.emit([*xs, *beside[1:]], axis, "terms", rows)[:1],
         lambda gs, _, beside: DECLARE.emit([*gs, *beside], axis, "terms of", rows)[:1],

@@ -148,6 +148,11 @@ class _OfRanks:
     def __round__(self, digits: int | None = None) -> Any:
         return round(self._told(), digits)
 
+    def as_integer_ratio(self) -> tuple[int, int]:
+        """As a number of Python has it; a whole one still knows of what it is made."""
+        above, below = _plain(self).as_integer_ratio()
+        return (RankCount(above, self.over) if below == 1 else above), below
+
     def __reduce__(self) -> Any:
         kind = RankCount if isinstance(self, int) else RankShare
         return kind, (_plain(self), tuple((str(key), power) for key, power in self.over if isinstance(key, str)))

@@ -33,7 +33,8 @@ _ATOMS = (type(None), bool, str, bytes, complex, torch.dtype, torch.device, torc
 def on_one_rank(layout: Layout, axes: Collection[str] | None = None) -> Layout:
     """The layout of the whole array on a mesh of ones; axes: on one where these have one rank."""
     assigned = [entry for entry in layout.spec if isinstance(entry, Split) and entry.assigned]
-    if axes is not None and (assigned or layout.flat or layout.padded):
+    whole = axes is None or ones(layout.mesh, axes).size == 1
+    if not whole and (assigned or layout.flat or layout.padded):
         raise ValueError(f"on one rank: got the layout {layout}, wanted an even split of dims; leave that out")
     spec = tuple(None if entry in assigned else entry for entry in layout.spec)
     return layout.replace(mesh=ones(layout.mesh, axes), spec=spec, flat=(), padded=False)

@@ -370,8 +370,9 @@ def _noted(given: Sequence) -> dict[str, Any]:
     if sizes and (found := [one for a in sizes if (one := _of_parts(a))]):
         known[_OF_PARTS] = tuple(found)
     if numbers := _numbers_in(given):
-        known[_OF_MADE] = tuple([(rank_counts.plain(a), _made_of(a.over)) for a in numbers])
-        if sums := tuple([one for a in numbers if (one := _of_sums(a))]):
+        made = [(a, _made_of(a.over)) for a in numbers]
+        known[_OF_MADE] = tuple([(rank_counts.plain(a), None if of is None or _has_rest(of) else of) for a, of in made])
+        if sums := tuple([(float(rank_counts.plain(a)), of) for a, of in made if of and rank_counts.of_sums(a)]):
             known[_OF_SUMS] = sums
     return known
 
@@ -389,17 +390,10 @@ def _numbers_in(given: Any) -> list:
     return found
 
 
-def _of_sums(number: Any) -> tuple | None:
-    """(a number, a term) of one that is made of sums with sizes of this graph. A term is (names of nodes, dims and
-    powers of sizes; powers of numbers of ranks; (terms, power) of sums)."""
-    sums = rank_counts.of_sums(number)
-    term = _term(number.over) if sums else None
-    return None if term is None else (float(rank_counts.plain(number)), term)
-
-
 def _made_of(over: Iterable[tuple[Any, Fraction]]) -> tuple | None:
     """Of what a number is made: (names of nodes, dims and powers of sizes; powers of numbers of ranks; ((number, (what
-    each of its terms is here, of what), ...), power) of sums). None where that is not all of this graph, or a rest."""
+    each of its terms is here, None of a rest or a quotient, and of what), ...), power) of sums). None where that is not
+    all of this graph."""
     sizes, ranks, sums = [], [], []
     for key, power in over:
         if isinstance(key, str):
@@ -410,27 +404,16 @@ def _made_of(over: Iterable[tuple[Any, Fraction]]) -> tuple | None:
             sizes.append((key.node.name, key.dim, power))
         else:
             terms = [_made_of(one) for one in key.terms]
-            if not key.parts or None in terms:
+            if None in terms:
                 return None
-            sums.append((rank_counts.plain(key.number), tuple(zip(key.parts, terms, strict=True)), power))
+            parts = key.parts or (None,) * len(terms)
+            sums.append((rank_counts.plain(key.number), tuple(zip(parts, terms, strict=True)), power))
     return tuple(sizes), tuple(ranks), tuple(sums)
 
 
-def _term(over: Iterable[tuple[Any, Fraction]]) -> tuple | None:
-    sizes, ranks, sums = [], [], []
-    for key, power in over:
-        if isinstance(key, str):
-            ranks.append((key, power))
-        elif isinstance(key, rank_counts.SizeOf):
-            if key.node.graph is not of_torch.recorded_graph():
-                return None
-            sizes.append((key.node.name, key.dim, power))
-        else:
-            terms = [_term(one) for one in key.terms]
-            if any(one is None for one in terms):
-                return None
-            sums.append((tuple(terms), power))
-    return tuple(sizes), tuple(ranks), tuple(sums)
+def _has_rest(made: tuple) -> bool:
+    """Whether there is a rest or a quotient in it, of which nothing is known on another number of ranks."""
+    return any(part is None or _has_rest(of) for _, terms, _ in made[2] for part, of in terms)
 
 
 def _of_parts(number: Any) -> tuple | None:
@@ -459,8 +442,8 @@ def _set_lines(graph_module) -> None:
     is known of sizes that torch took itself: "rows", it divides by those that it was given; "ones", dims of size 1 that
     its views add have it on any number of ranks. meta["parts"]: of the numbers that it was given and that are made of
     sizes of a rank's parts (number, ((name of a node, dim, power), ...), ((axis, power), ...)); meta["sums"]: of those
-    that are made of sums with such sizes (number, a term, see `_of_sums`); meta["made"]: of all that are made of any
-    (number, of what, see `_made_of`); meta["asked"]: dims of its result whose size Python was told as a plain number.
+    that are made of sums with such sizes (number, of what, see `_made_of`); meta["made"]: of all that are made of any
+    (number, of what; None: of a rest); meta["asked"]: dims of its result whose size Python was told as a plain number.
     meta["of_gradient"]: whether autograd asked for it. meta["outside"]: no line inside of what is traced stands for it,
     and `at` is that of the call. (meta["scales"]: see `checker/scaled_numbers.py`.)"""
     forward_line, of_forward = {}, {}

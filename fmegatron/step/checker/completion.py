@@ -19,7 +19,8 @@ from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.values import Suspect, Unknown, Value
 from fmegatron.step.graph.nodes import items_of
 
-__all__ = ["comes_from_another", "in_any_order", "may_be_completed", "met_in_another_order", "pieces_paired"]
+__all__ = ["comes_from_another", "in_any_order", "is_added_up", "may_be_completed", "met_in_another_order"]
+__all__ += ["pieces_paired"]
 
 Node = torch.fx.Node
 _SUMS = (table.PSUM, table.REDUCE_SCATTER)
@@ -30,6 +31,7 @@ _EACH = frozenset(
     "mm addmm bmm baddbmm sum mean _softmax _log_softmax amax amin unsqueeze squeeze permute transpose t expand clone"
     " detach _to_copy alias native_layer_norm linalg_vector_norm getitem".split()
 )
+_ADDED_UP = frozenset("sum mean neg clone alias view _unsafe_view reshape squeeze unsqueeze permute transpose t".split())
 _WHOLE = frozenset("sum mean amax amin prod linalg_vector_norm".split())
 
 
@@ -57,6 +59,25 @@ def in_any_order(node: Node) -> bool:
             else:
                 return False
     return reduced
+
+
+def is_added_up(node: Node) -> bool:
+    """Whether all that is made of what a node gives is a sum of all of its elements, times numbers, each treated alike
+    before."""
+    todo, seen = [node], {node}
+    while todo:
+        one = todo.pop()
+        if isinstance(one.meta.get("val"), torch.Tensor) and not one.meta["val"].dim():
+            continue
+        for user in one.users:
+            times = op_name(user) in ("mul", "div") and len(user.all_input_nodes) == 1
+            psum = kinds.collective_of(user.target) is table.PSUM or user.target is operator.getitem
+            if not (times or psum or op_name(user) in _ADDED_UP):
+                return False
+            if user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return True
 
 
 def may_be_completed(scope: Scope, node: Node, axis: str) -> bool:

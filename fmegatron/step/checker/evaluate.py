@@ -289,6 +289,35 @@ def _summed(seen: Reader, node: Node) -> Elements:
     return made([x], lambda ts, one: ts[0].sum(dims, keepdim=keep) if dims else ts[0], moved(x.tracked, to), flat)
 
 
+def _multiplied(seen: Reader, node: Node) -> Elements:
+    """mm, bmm, mv, dot: sums of products along the dim that both have, of which each element is known."""
+    a, b = (node_of(n) for n in node.args[:2])
+    batch, rows, columns = int(op_name(node) == "bmm"), len(sizes_of(a)) - 1, len(sizes_of(b)) - 1
+    along = {a: frozenset((rows,)), b: frozenset((batch,))}
+    x, y = seen.elements(a, along[a]), seen.elements(b, along[b])
+    if batch and 0 in x.tracked ^ y.tracked and sizes_of(a)[0] > 1:
+        one, known = (b, y) if 0 in x.tracked else (a, x)
+        if not seen.is_leaf(one) and 0 not in known.flat:
+            raise Open
+        x, y = (seen.elements(n, along[n] | {0}) if n is one and seen.is_leaf(n) else seen.elements(n, along[n]) for n in (a, b))
+    for n, known, dim in ((a, x, rows), (b, y, batch)):
+        if dim not in known.tracked and sizes_of(n)[dim] > 1:
+            raise Open
+
+    def of(ts: list[Tensor], one: bool) -> Tensor:
+        left, right = ts[0].to(torch.float64), ts[1].to(torch.float64)
+        if left.shape[-1] != right.shape[batch]:
+            raise Open
+        return left @ right
+
+    to_y = {d: d + rows - 1 - batch for d in range(batch + 1, columns + 1)} | ({0: 0} if batch else {})
+    to_x = {d: d for d in range(rows)}
+    tracked = moved(x.tracked, to_x) | moved(y.tracked, to_y)
+    each = moved(x.flat, to_x), moved(y.flat, to_y)
+    flat = (each[0] | each[1]) - ({0} if batch and 0 not in each[0] & each[1] else NONE)
+    return made([x, y], of, tracked, flat)
+
+
 def _padded(seen: Reader, node: Node) -> Elements:
     source, pads = node_of(node.args[0]), [int_of(n) for n in items_of(node.args[1])]
     rank, value = len(sizes_of(source)), node.args[2] if len(node.args) > 2 else 0
@@ -372,6 +401,7 @@ OPS: Mapping[str, Callable[[Any, Node], Any]] = MappingProxyType(
     | {"cat": _joined, "stack": _joined, "getitem": _item, "sum": _summed, "constant_pad_nd": _padded}
     | dict.fromkeys(("split", "split_with_sizes", "unbind"), _split)
     | dict.fromkeys(("cumsum", "flip", "roll"), _scanned)
+    | dict.fromkeys(("mm", "bmm", "mv", "dot"), _multiplied)
     | dict.fromkeys(("arange", "eye"), _counted)
     | dict.fromkeys((*_FILLED, "full", "new_full", "full_like", "scalar_tensor"), _filled)
     | dict.fromkeys(("psum", "all_gather", "reduce_scatter", "ppermute", "axis_index"), _sent)

@@ -23,7 +23,13 @@ from typing import Any
 import torch
 
 from fmegatron.collectives import kinds, table
-from fmegatron.step.checker.completion import comes_from_another, may_be_completed, met_in_another_order, pieces_paired
+from fmegatron.step.checker.completion import (
+    comes_from_another,
+    is_added_up,
+    may_be_completed,
+    met_in_another_order,
+    pieces_paired,
+)
 from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.entered import not_entered
 from fmegatron.step.checker.shares import NO_MEAN, is_one, is_share, no_mean, portion_after, shared
@@ -166,8 +172,10 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
         if any(mark.or_sum or mark.reduced for mark in vague):
             return scope.vague(node, "adds a pending sum and a value that is sharded or a pending sum")
         if any(not v.replicated(axis) for v in others):
-            return suspected(node, f"adds a pending sum and a value that is {_state(others, axis)}",
-                             "psum it first", first.birth)  # fmt: skip
+            what = f"adds a pending sum and a value that is {_state(others, axis)}"
+            if kind == "sum" and local_mean and is_added_up(node):  # to each of a rank's rows the mean of them
+                return scope.vague(node, what, "psum it first")
+            return suspected(node, what, "psum it first", first.birth)
         if kind == "sum" and local_mean:
             return scope.unknown(node, _OWN_TERM) if _own_reduction(scope, node, axis, first.birth) else first
         if _own_reduction(scope, node, axis, first.birth):

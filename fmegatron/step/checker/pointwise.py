@@ -186,10 +186,14 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
         x = sized(scope, node, x, known)
         return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
     if divides and scope.asked and not ranks and not node.meta.get("of_gradient"):
-        asked = sizes.as_asked(scope, 1 / factor)
+        asked = sizes.as_asked(scope, node, 1 / factor)
         if totals := [axis for axis in asked if x.portion.get(axis) == "total" and axis not in x.marks]:
             x = sized(scope, node, x, sizes.Known(dict.fromkeys(totals, Fraction(1)), False))
             return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
+    if ranks and scope.asked and (beside := sizes.beside_rows(scope, ranks, factor, divides)) is not None:
+        by = math.prod([int(scope.mesh[axis]) ** float(power) for axis, power in beside.items()])
+        x = scaled(scope, node, x, by, beside, divides) if beside else x
+        return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
     over, rest = sizes.of_ranks(scope, ranks, factor, divides) if ranks else (NOTHING, 1)
     again = {} if rest == 1 else {axis: power + 1 for axis, power in over.items() if power < -1}
     if again:  # by a count of all rows, and by their number again

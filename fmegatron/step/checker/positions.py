@@ -97,7 +97,7 @@ def after(scope: Scope, node: Node) -> bool:
         return False
     if op_name(node) in _LIKE:  # whose shape is all that is made of it: what that is open of stays so
         return False
-    cut = scope.chunks and any(_is_chunk(scope, n) for n in node.all_input_nodes)
+    cut = scope.chunks and any(n in scope.chunks for n in node.all_input_nodes)
     for axes in scope.positions.groups:
         if not cut and not any(isinstance(value.marks.get(axis), _OPEN) for axis in axes):
             continue
@@ -108,10 +108,6 @@ def after(scope: Scope, node: Node) -> bool:
             scope.values[node] = value = found
             return True
     return False
-
-
-def _is_chunk(scope: Scope, node: Node) -> bool:
-    return node in scope.chunks
 
 
 def _claimed(seen: _Seen, node: Node, value: Value) -> Value | None:
@@ -327,7 +323,7 @@ class _Seen(Reader):
             raise Open
         if found:
             return found.pop()
-        if x in (0, 1, -1):
+        if x in (0, 1, -1) or abs(x) in node.meta.get("constants", ()):
             return x
         if any(axes is None or axes & set(self.axes) for of in self.scope.asked.values() for axes in of):
             raise Open  # Python was told a size of a part as a plain number, of which this may be made

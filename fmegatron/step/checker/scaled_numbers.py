@@ -4,13 +4,14 @@
 same step, traced where an axis has one rank, has other such numbers at the same ops of the same lines: a number that is
 n there and 1 here is the number of ranks along the axis, and one that is n times as small is the size of a part. What
 the step closes over was made before: where the user's code has asked a mesh for a number of ranks, a plain number as
-large is taken for that one, and on random numbers must be.
+large is taken for that one, and on random numbers must be. A number that is the same where all axes have one rank is
+made of no size of a part, however large that is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -20,6 +21,7 @@ from fmegatron.collectives import torch_private
 from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step.checker.context import line_of, op_name
 from fmegatron.step.checker.shapes import Open
+from fmegatron.step.checker.sizes import may_be_of
 from fmegatron.step.other_mesh import OneRank, on_one_rank
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree import structure
@@ -47,8 +49,8 @@ def known_numbers(
     told: Sequence[rank_counts.Told],
     empty: Callable[[Layout], torch.Tensor],
 ) -> bool:
-    """Note of the numbers in a graph what they are made of (meta["made"], of factors meta["ranks"], meta["scales"]), as
-    far as other meshes tell; whether there are any.
+    """Note of the numbers in a graph what they are made of (meta["made"], of factors meta["ranks"], meta["scales"]), and
+    which are the same on one rank (meta["constants"]), as far as other meshes tell; whether there are any.
 
     layouts: of the arguments of the function. told: what the user's code asked of the mesh.
     """
@@ -81,7 +83,33 @@ def known_numbers(
             continue
         if not node.meta.get("backward") or _is_of_forward(node, forward):  # of a mean torch makes others
             _note_factor(node, numbers, mesh)
-    return bool(made)
+    of_all = [one for one in told if (one.file, one.line) not in inside]
+    return _note_constants(traced, fn, layouts, of_all, empty) or bool(made) if asked else bool(made)
+
+
+def _note_constants(
+    traced: Traced,
+    fn: Callable,
+    layouts: structure.Tree,
+    told: Sequence[rank_counts.Told],
+    empty: Callable[[Layout], torch.Tensor],
+) -> bool:
+    """Note the numbers that are the same where all axes have one rank, and were made when it was traced: what the step
+    closes over is the same there, whatever it was made of. Whether there are any."""
+    mesh = tree.leaves(layouts)[0].mesh
+    try:
+        there, moved = _on_one_rank_of(fn, layouts, told, mesh.names, empty)
+    except FAULTS:  # nothing is known of it
+        return False
+    found = False
+    if there.out_paths != traced.out_paths:
+        return False
+    for node, pairs in _pairs(traced.graph_module.graph, there.graph_module.graph):
+        differ = {abs(a) for a, b in pairs if a != b}
+        same = {abs(a) for a, b in pairs if a == b and 1 < abs(a) < 1 << 62} - differ
+        if same := {n for n in same if not any(n == x or may_be_of(round(n), x) for x in moved.plain)}:
+            node.meta["constants"], found = frozenset(same), True
+    return found
 
 
 def _is_of_forward(node: torch.fx.Node, forward: Collection[tuple]) -> bool:
@@ -174,23 +202,29 @@ def _asked_inside(
 
 def _differences(graph: torch.fx.Graph, moved: torch.fx.Graph, ranks: int) -> dict[torch.fx.Node, dict[float, _Way]]:
     """{node: {a number that it is given: how another it is in the graph where there is one rank}}."""
-    here, there = _by_line(graph), _by_line(moved)
     found = dict[torch.fx.Node, dict[float, _Way]]()
+    for node, pairs in _pairs(graph, moved):
+        ways: dict[float, set[_Way]] = {}
+        for a, b in pairs:
+            ways.setdefault(a, set()).add(_way(a, b, ranks))
+        knows = bool({"parts", "sums"} & node.meta.keys())
+        ways = {a: way for a, way in ways.items() if knows or way != {_SAME}}
+        known = {a: next(iter(way)) if len(way) == 1 else None for a, way in ways.items()}
+        if known:
+            found[node] = known
+    return found
+
+
+def _pairs(graph: torch.fx.Graph, moved: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, list[tuple[float, float]]]]:
+    """Nodes that both graphs have, at the same line and as often, with each number that they are given, and that of the
+    other graph in its place."""
+    here, there = _by_line(graph), _by_line(moved)
     for key, nodes in here.items():
         others = there.get(key, [])
         for node, other in zip(nodes, others, strict=True) if len(nodes) == len(others) else ():
             mine, its = _numbers(node), _numbers(other)
-            if len(mine) != len(its):
-                continue
-            ways: dict[float, set[_Way]] = {}
-            for a, b in zip(mine, its, strict=True):
-                ways.setdefault(a, set()).add(_way(a, b, ranks))
-            knows = bool({"parts", "sums"} & node.meta.keys())
-            ways = {a: way for a, way in ways.items() if knows or way != {_SAME}}
-            known = {a: next(iter(way)) if len(way) == 1 else None for a, way in ways.items()}
-            if known:
-                found[node] = known
-    return found
+            if len(mine) == len(its):
+                yield node, list(zip(mine, its, strict=True))
 
 
 def _way(here: float, there: float, ranks: int) -> _Way:

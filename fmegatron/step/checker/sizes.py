@@ -57,14 +57,14 @@ def read(graph: torch.fx.Graph) -> frozenset[str]:
         if "parts" in meta:
             found.update([name for _, sizes, _ in meta["parts"] for name, *_ in sizes])
         if "sums" in meta:
-            found.update([name for _, term in meta["sums"] for name in _names(term)])
+            found.update([name for _, made in meta["sums"] for name in _names(made)])
         if "asked" in meta:
             found.add(node.name)
     return frozenset(found)
 
 
-def _names(term: tuple) -> list[str]:
-    return [name for name, *_ in term[0]] + [name for terms, _ in term[2] for one in terms for name in _names(one)]
+def _names(made: tuple) -> list[str]:
+    return [name for name, *_ in made[0]] + [name for _, terms, _ in made[2] for _, of in terms for name in _names(of)]
 
 
 def note(scope: Scope, node: Node, value: Any) -> None:
@@ -124,6 +124,39 @@ def of_ranks(
     return (over, rest) if least > 0 or least < -1 else (NOTHING, 1)
 
 
+def beside_rows(
+    scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool
+) -> Mapping[str, Fraction] | None:
+    """Of a factor that is made of numbers of ranks, and beside these is as large as a size of a rank's part of which
+    Python was told: {axis: power} of those ranks that do not share the dim. With the number of those that do, it is the
+    size of the whole dim. None where that is not what it is."""
+    over = {axis: power for axis, power in over.items() if scope.mesh.names.count(axis) and scope.mesh[axis] > 1}
+    number = 1 / factor if divides and factor else factor
+    rest = number / _product(scope, over)
+    found = scope.asked.get(round(rest), ()) if abs(rest - round(rest)) < 1e-9 and round(rest) > 1 else ()
+    own = next(iter(found)) if len(found) == 1 else None
+    if not over or own is None or any(over.get(axis) != 1 for axis in own if scope.mesh[axis] > 1):
+        return None
+    return {axis: -power if divides else power for axis, power in over.items() if axis not in own}
+
+
+def is_shared_out(scope: Scope, node: Node, axis: str) -> bool:
+    """Whether the one number that a node is given is divided by the number of ranks along an axis, once, and made of
+    nothing else that is theirs alone."""
+    given = node.meta.get("made", ())
+    if len(given) != 1 or given[0][1] is None:
+        return False
+    ((number, (made, ranks, sums)),) = given
+    if sums:
+        return False
+    if made:
+        known = _powers(scope, number, made, ranks, 1)
+        return known is not None and known.over.get(axis) == -1 and known.sure
+    rest = number / _product(scope, {a: power for a, power in ranks if a in scope.mesh.names})
+    theirs = [of is None or axis in of for size, found in scope.asked.items() for of in found if may_be_of(rest, size)]
+    return dict(ranks).get(axis) == -1 and not any(theirs)
+
+
 def _product(scope: Scope, over: Mapping[str, Fraction]) -> float:
     return math.prod(int(scope.mesh[axis]) ** float(power) for axis, power in over.items())
 
@@ -143,10 +176,11 @@ def _powers(scope: Scope, whole: float, sizes: tuple, ranks: tuple, sign: int) -
     return Known(powers, abs(rest - 1) < 1e-9)
 
 
-def as_asked(scope: Scope, number: float) -> frozenset[str]:
-    """The axes that shard a dim of which Python was told the size, where a number is as large and no other such dim
-    is."""
-    found = scope.asked.get(round(number), ()) if abs(number - round(number)) < 1e-9 else ()
+def as_asked(scope: Scope, node: Node, number: float) -> frozenset[str]:
+    """The axes that shard a dim of which Python was told the size, where a number that a node is given is as large, is
+    not known to be the same on one rank, and no other such dim is as large."""
+    constant = any(abs(n - number) < 1e-9 for n in node.meta.get("constants", ()))
+    found = scope.asked.get(round(number), ()) if abs(number - round(number)) < 1e-9 and not constant else ()
     return next(iter(found)) or frozenset() if len(found) == 1 else frozenset()
 
 
@@ -226,15 +260,15 @@ def of_places(scope: Scope, node: Node, found: Any) -> Any:
 def of_asked(scope: Scope, node: Node, found: Any) -> Any:
     """What is taken of a dim that the ranks share, or rolled along it, by a plain number as large as a size of a rank's
     part of which Python was told (or half, or a multiple of it, one more or less): as of a number that is another on
-    one rank, nothing is known."""
+    one rank, nothing is known; of one that is the same there (`scaled_numbers`) nothing is in doubt."""
     name = op_name(node)
     of_library = node.meta.get("outside") or line_of(node) != user_line(line_of(node))
     if name not in _CUTS or node.meta.get("backward") or of_library:
         return found  # the library takes sizes apart that Python knows, of what ranks have
-    known = {abs(number) for number, _ in node.meta.get("made", ())}
+    known = {abs(number) for number, _ in node.meta.get("made", ())}.union(node.meta.get("constants", ()))
     flat = [one for a in node.args[_NUMBERS.get(name, slice(1, 2))] for one in (items_of(a) if _is_list(a) else [a])]
     given = {abs(n) for n in flat if isinstance(n, int) and 1 < abs(n) < 1 << 62} - known
-    told = [axes for size, of in scope.asked.items() if any(_made_of(n, size) for n in given) for axes in of]
+    told = [axes for size, of in scope.asked.items() if any(may_be_of(n, size) for n in given) for axes in of]
     if not told:
         return found
     axes = frozenset(axis for axis in scope.mesh.names if scope.mesh[axis] > 1)
@@ -249,7 +283,7 @@ def of_asked(scope: Scope, node: Node, found: Any) -> Any:
     return [_marked(v, axes, mark) for v in found] if isinstance(found, list) else _marked(found, axes, mark)
 
 
-def _made_of(n: int, size: int) -> bool:
+def may_be_of(n: float, size: int) -> bool:
     """Whether a number may be one that Python made of a size."""
     return size > 1 and (not n % size or abs(n - size) == 1 or n in (size // 2, size - size // 2))
 
@@ -317,8 +351,8 @@ def _of_term(scope: Scope, term: tuple) -> tuple[Mapping[str, Fraction], frozens
         for axis in over(scope.sizes.get((name, d)) or ()):
             powers[axis] = powers.get(axis, Fraction(0)) - power
     mixed: frozenset[str] = frozenset()
-    for terms, power in sums:
-        found = [_of_term(scope, one) for one in terms]
+    for _, terms, power in sums:
+        found = [_of_term(scope, of) for _, of in terms]
         mixed = mixed.union(*(axes for _, axes in found))
         for axis in frozenset().union(*(one for one, _ in found)):
             first, *others = [one.get(axis, Fraction(0)) for one, _ in found]

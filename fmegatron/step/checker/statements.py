@@ -134,6 +134,8 @@ def terms(scope: Scope, node: Node, xs: Sequence[Value], axes: tuple[str, ...], 
             marks[axis] = too_large(scope, node, axis, total.excess[axis])
         elif counts and counts[0].constant is None and not counts[0].equal_terms:
             continue  # a sum over the ranks that is summed again
+        elif is_share(total, axis) and sizes.is_shared_out(scope, node, axis):  # by as much as its count
+            marks[axis] = Pending("sum", node)
         elif total.equal_terms or not (
             (stated.rows and not sizes.is_of_all(scope, node, axis)) or (counts and not _is_share(counts[0].constant))
         ):
