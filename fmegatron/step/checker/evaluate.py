@@ -179,11 +179,11 @@ def _expanded(seen: Reader, node: Node) -> Elements:
 def _viewed(seen: Reader, node: Node, along: frozenset[int] = NONE) -> Elements:
     source = node_of(node.args[0])
     before, after = sizes_of(source), sizes_of(node)
-    groups = grouped(before, after)
-    wanted = frozenset(d for olds, news in groups if along & set(news) for d in olds)
-    x = seen.elements(source, wanted)
     if before == after:
-        return x
+        return seen.elements(source, along)
+    groups, sizes = grouped(before, after), viewed_on_one(seen, node, before, after, seen.whole(source))
+    ones = {d for d, n in enumerate(after) if n == sizes[d] == 1}
+    x = seen.elements(source, frozenset(d for olds, news in groups if (along - ones) & {*news} for d in olds))
     tracked, flat = set(), set()
     for olds, news in groups:
         mine = [d for d in olds if d in x.tracked]
@@ -194,8 +194,8 @@ def _viewed(seen: Reader, node: Node, along: frozenset[int] = NONE) -> Elements:
         if any(before[d] > 1 and d not in mine for d in olds):
             raise Open
         tracked.update(news)
+    tracked, flat = tracked - ones, flat | ones
     here = [after[d] if d in tracked else 1 for d in range(len(after))]
-    sizes = viewed_on_one(seen, node, before, after, seen.whole(source))
     whole = [sizes[d] if d in tracked else 1 for d in range(len(after))]
     return made([x], lambda ts, one: ts[0].reshape(whole if one else here), frozenset(tracked), frozenset(flat))
 

@@ -325,6 +325,8 @@ class _Seen(Reader):
             return found.pop()
         if x in (0, 1, -1) or abs(x) in node.meta.get("constants", ()):
             return x
+        if node.meta.get("of_gradient") and not line.endswith(_BACK):
+            raise Open  # of a gradient that is written out, whose numbers know nothing
         if any(axes is None or axes & set(self.axes) for of in self.scope.asked.values() for axes in of):
             raise Open  # Python was told a size of a part as a plain number, of which this may be made
         return x
