@@ -39,7 +39,7 @@ from fmegatron.step.checker.values import (
 )
 
 Node = torch.fx.Node
-_COUNTED = "positions that each rank counts from 0 meet a value that is sharded"
+COUNTED = "positions that each rank counts from 0 meet a value that is sharded"
 _LINEAR = frozenset(("sum", "beside", "same", "product", "quotient"))
 
 
@@ -164,7 +164,7 @@ def _over(
         states += "" if " and " in states else ", but in another order of axes"
         return Wrong(node, f"combines values that are {states}", "gather the one, or shard the other")
     if axis in meets.counted:
-        return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
+        return suspected(node, COUNTED, "add axis_index * the local size: positions in the whole array")
     return _narrowed(scope, node, kind, values, out, axis) if vague else None
 
 
@@ -351,7 +351,7 @@ def _contracted(
     if axis in meets.unclear:
         return scope.vague(node, "contracts dims of which it cannot be told which elements meet")
     if axis in meets.counted:
-        return suspected(node, _COUNTED, "add axis_index * the local size: positions in the whole array")
+        return suspected(node, COUNTED, "add axis_index * the local size: positions in the whole array")
     if pending:
         others = [v.state(axis) for v in (a, b) if not v.pending(axis)]
         if len(pending) == 1 and others == ["replicated"] and pending[0].kind == "sum":

@@ -22,6 +22,7 @@ import torch
 
 from fmegatron.collectives import kinds, places, table
 from fmegatron.layout import split
+from fmegatron.step.checker.arithmetic import COUNTED
 from fmegatron.step.checker.completion import in_any_order
 from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.dims import (
@@ -103,11 +104,12 @@ def summed(scope: Scope, node: Node, x: Value, axis: str) -> Value:
 
 
 def _carried(scope: Scope, x: Value, axes: tuple[str, ...]) -> Value:
-    """Of a scan of each rank's part, which a collective brings to the others: what it carries on may be its end."""
+    """Of a scan of each rank's part, or of a product with weights by places in it, which a collective brings to the
+    others: what it carries on may be its end."""
     marks: dict[str, Mark | None] = {
         axis: scope.unknown(mark.node, f"{mark.what}, whose ends are brought together: whether they are carried on")
         for axis in axes
-        if isinstance(mark := x.marks.get(axis), Suspect) and op_name(mark.node) in _SCANS
+        if isinstance(mark := x.marks.get(axis), Suspect) and (op_name(mark.node) in _SCANS or mark.what == COUNTED)
     }
     return x.marked(marks) if marks else x
 

@@ -31,7 +31,7 @@ from fmegatron.step.checker.elements import Elements, Reader
 from fmegatron.step.checker.evaluate import OF_NUMBERS, OPS
 from fmegatron.step.checker.shapes import GONE, Open, is_by_value, shape_on_one
 from fmegatron.step.checker.values import OWED, First, Pending, Suspect, Unknown, Value, Varying
-from fmegatron.step.graph.nodes import int_of, items_of
+from fmegatron.step.graph.nodes import int_of, items_of, written_by
 from fmegatron.step.torch_private import outside_of_tracing
 
 __all__ = ["Positions", "after", "begin", "written"]
@@ -50,13 +50,15 @@ _IN_PLACE = OF_NUMBERS | {"masked_fill"}  # padding of a table's own part: nothi
 @dataclass
 class Positions:
     """groups: the axes together that a graph asks indices of, or sends along. known: {(axes, node): its Elements on all
-    ranks and on one, None: not known}. nodes: by name. dead: nodes whose memory is written. lines: nodes of a line."""
+    ranks and on one, None: not known}. nodes: by name. dead: nodes whose memory is written. lines: nodes of a line.
+    firsts: see `_Seen._firsts`."""
 
     groups: tuple[tuple[str, ...], ...]
     nodes: Mapping[str, Node]
     known: dict[tuple, Any] = field(default_factory=dict)
     dead: set[Node] = field(default_factory=set)
     lines: dict[str, list[Node]] = field(default_factory=dict)
+    firsts: dict[Node, Node] | None = None
 
 
 def begin(mesh: Mesh, inputs: Mapping[Node, list[Node]]) -> Positions | None:
@@ -157,6 +159,7 @@ class _Seen(Reader):
 
     def elements(self, node: Node, along: frozenset[int] = frozenset()) -> Elements:
         known, memory = self.memory.known, self.memory
+        node = self._firsts().get(node, node)
         if node in memory.dead or (node.op == "call_function" and op_name(node) in _LIKE and not self._is_leaf(node)):
             raise Open
         if node.op == "call_function" and op_name(node) in _VIEWS and not self.is_number(node):
@@ -387,6 +390,21 @@ class _Seen(Reader):
         if found is None:
             raise Open
         return found
+
+    def _firsts(self) -> Mapping[Node, Node]:
+        """Of each node that makes what one before it has made, the first that does: the same op on the same operands
+        gives the same, of a graph that writes into nothing."""
+        if self.memory.firsts is None:
+            nodes = [n for n in self.memory.nodes.values() if n.op == "call_function"]
+            self.memory.firsts, made = {}, dict[tuple, Node]()
+            for node in nodes if not any(map(written_by, nodes)) else ():
+                if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                    continue
+                given = torch.fx.map_arg((node.args, node.kwargs), lambda n: self.memory.firsts.get(n, n))
+                first = made.setdefault((node.target, repr(given), repr(node.meta.get("made"))), node)
+                if first is not node:
+                    self.memory.firsts[node] = first
+        return self.memory.firsts
 
     def lines(self) -> Mapping[str, list[Node]]:
         """The nodes of each line, found when they are first asked for: most graphs never do."""
