@@ -15,6 +15,7 @@ for a rank's index or send to neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -166,10 +167,10 @@ class _Seen(Reader):
             key = (self.axes, node, "view", along)
             if key not in known:
                 known[key] = None
-                known[key] = self._made(node, along)
-            if known[key] is None:
-                raise Open
-            return known[key]
+                with contextlib.suppress(*_FAULTS):  # None: not known
+                    known[key] = self._made(node, along)
+            if known[key] is not None:
+                return known[key]
         leaf = self.is_leaf(node)
         if leaf:
             along = frozenset(d for d in along if node.meta["val"].shape[d] > 1)
@@ -415,10 +416,12 @@ class _Seen(Reader):
         return self.memory.lines
 
     def forward(self, node: Node, fits: Callable[[Node], bool]) -> list[Node]:
-        """The nodes on the line of a node of the backward that fit it; a node of the forward itself has none."""
-        line = line_of(node)
+        """The nodes on the line of a node of the backward that fit it: where autograd says which is its own, that; a
+        node of the forward itself has none."""
+        line, number = line_of(node), node.meta.get("seq_nr")
         nodes = self.lines().get(line.removesuffix(_BACK), ()) if line.endswith(_BACK) else ()
-        return [one for one in nodes if fits(one)]
+        found = [one for one in nodes if fits(one)]
+        return [one for one in found if one.meta.get("seq_nr") == number is not None] or found
 
     def size_as_forward(self, node: Node, shape: Sequence[int], dim: int) -> int:
         """The size on one rank of a dim of a shape that torch took from the forward: of all of its nodes of that shape
