@@ -30,6 +30,7 @@ from fmegatron.step.checker.context import Scope, line_of, op_name
 from fmegatron.step.checker.dims import UNIFORM, Atom, joined, over
 from fmegatron.step.checker.elements import Elements, Reader
 from fmegatron.step.checker.evaluate import OF_NUMBERS, OPS
+from fmegatron.step.checker.lockstep import is_crossed
 from fmegatron.step.checker.shapes import GONE, Open, is_by_value, shape_on_one
 from fmegatron.step.checker.values import OWED, First, Pending, Suspect, Unknown, Value, Varying
 from fmegatron.step.graph.nodes import int_of, items_of, written_by
@@ -40,6 +41,7 @@ __all__ = ["Positions", "after", "begin", "written"]
 Node = torch.fx.Node
 _OPEN = (Varying, First, Unknown, Suspect)
 _ENOUGH = 1 << 22  # elements of one value on all ranks at most
+_FEW = 1 << 16  # where they are all that it has
 _BACK = " (backward)"
 _LIKE = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 _VIEWS = frozenset(("view", "_unsafe_view", "reshape"))
@@ -106,7 +108,10 @@ def after(scope: Scope, node: Node) -> bool:
             continue
         seen = _Seen(scope, axes)
         one_number = not node.meta["val"].dim() and seen.is_number(node)  # without a dim that may be made up
-        found = None if one_number or seen.is_unknown(node) else _claimed(seen, node, value)
+        found = None
+        if not one_number and not seen.is_unknown(node):
+            whole = _Seen(scope, axes, full=True)
+            found = _claimed(whole if whole.of(node) is not None else seen, node, value)
         if found is not None:
             scope.values[node] = value = found
             return True
@@ -145,10 +150,11 @@ def _same(a: Any, b: torch.Tensor) -> bool:
 
 
 class _Seen(Reader):
-    """Elements of the nodes of a graph, as ranks along these axes have them and as one would."""
+    """Elements of the nodes of a graph, as ranks along these axes have them and as one would. full: all that values
+    have, where these are few; else one stands for all along dims that nothing moves."""
 
-    def __init__(self, scope: Scope, axes: tuple[str, ...]):
-        self.scope, self.axes, self.memory = scope, axes, scope.positions
+    def __init__(self, scope: Scope, axes: tuple[str, ...], full: bool = False):
+        self.scope, self.axes, self.memory, self.full = scope, axes, scope.positions, full
         self.n = math.prod(int(scope.mesh[axis]) for axis in axes)
 
     def of(self, node: Node, along: frozenset[int] = frozenset()) -> Elements | None:
@@ -161,10 +167,12 @@ class _Seen(Reader):
     def elements(self, node: Node, along: frozenset[int] = frozenset()) -> Elements:
         known, memory = self.memory.known, self.memory
         node = self._firsts().get(node, node)
+        if self.full and isinstance(node.meta["val"], torch.Tensor):
+            along = frozenset(range(node.meta["val"].dim()))
         if node in memory.dead or (node.op == "call_function" and op_name(node) in _LIKE and not self._is_leaf(node)):
             raise Open
         if node.op == "call_function" and op_name(node) in _VIEWS and not self.is_number(node):
-            key = (self.axes, node, "view", along)
+            key = (self.axes, node, "view", along, self.full)
             if key not in known:
                 known[key] = None
                 with contextlib.suppress(*_FAULTS):  # None: not known
@@ -174,7 +182,7 @@ class _Seen(Reader):
         leaf = self.is_leaf(node)
         if leaf:
             along = frozenset(d for d in along if node.meta["val"].shape[d] > 1)
-        found = self._found(node, None) if not leaf or self._is_made(node) else None
+        found = self._found(node, None) if not leaf or self.is_made(node) else None
         if leaf and (found is None or not along <= found.tracked | found.flat):
             found = self._found(node, along | frozenset(self._sharded(node)))
             found = self._found(node, None) if found is None else found
@@ -184,7 +192,7 @@ class _Seen(Reader):
 
     def _found(self, node: Node, along: frozenset[int] | None) -> Elements | None:
         """As any that lie as rules say (along these dims), or (None) by the op that makes it; None: not known."""
-        known, key = self.memory.known, (self.axes, node, along)
+        known, key = self.memory.known, (self.axes, node, along, self.full)
         if key not in known:
             known[key] = None
             try:
@@ -239,7 +247,7 @@ class _Seen(Reader):
             return all(isinstance(m, Pending) and m.kind == "sum" for m in marks) and not set(self.axes) & value.sharded
         return not set(self.axes) & value.sharded or bool(self._sharded(node))
 
-    def _is_made(self, node: Node) -> bool:
+    def is_made(self, node: Node) -> bool:
         """Whether, though rules know it, what it is made of may be used beside it: sums of parts, what was sent."""
         value = self._value(node)
         if value is None or node.op != "call_function":
@@ -273,7 +281,7 @@ class _Seen(Reader):
         if any(atom.axes is UNIFORM or atom.counted or atom.fold for d in along - set(cut) for atom in value.dims[d]):
             raise Open
         whole = [n * self.n if d in cut else n for d, n in enumerate(rank)]
-        if math.prod(whole) * self.n > _ENOUGH:
+        if math.prod(whole) * self.n > (_FEW if self.full else _ENOUGH):
             raise Open
         draw = torch.Generator().manual_seed(1 + len(self.memory.known))
 
@@ -299,7 +307,7 @@ class _Seen(Reader):
         found = evaluate(self, node) if along is None else evaluate(self, node, along)
         each = found if isinstance(found, list) else [found]
         for one in each:
-            if sum(x.numel() for x in one.ranks) > _ENOUGH:
+            if sum(x.numel() for x in one.ranks) > (_FEW if self.full else _ENOUGH):
                 raise Open
         meta = node.meta["val"]
         for one, like in zip(each, meta if isinstance(meta, (list, tuple)) else [meta], strict=True):
@@ -308,6 +316,10 @@ class _Seen(Reader):
             for d, n in enumerate(like.shape):
                 if one.ranks[0].shape[d] not in (n, 1) or (d in one.tracked and one.ranks[0].shape[d] != n):
                     raise Open
+        if not isinstance(found, list):
+            free = [d for d in range(meta.dim()) if d not in found.tracked | found.flat]
+            if is_crossed(self, node, free):
+                raise Open
         return found
 
     # ---- numbers ----------------------------------------------------------------------------------------------------
