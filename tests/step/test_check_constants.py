@@ -63,7 +63,7 @@ def kept(rows):
 
 def of_builder(axes):
     rows = ROWS // int(axes["dp"].size)
-    return of(lambda s, x, dp: s["queue"][:rows].sum())(axes)
+    return of(lambda s, x, dp: s["queue"][:rows].sum() * s["w"].sum())(axes)
 
 
 def of_a_memory(axes):
@@ -71,7 +71,7 @@ def of_a_memory(axes):
     memory = {}
 
     def first(s, x, dp):
-        return s["queue"][: memory.setdefault("rows", len(x))].sum()
+        return s["queue"][: memory.setdefault("rows", len(x))].sum() * s["w"].sum()
 
     return of(first)(axes)
 
@@ -90,6 +90,9 @@ WRONG = {
     "half of own rows": of(lambda s, x, dp: s["queue"][len(x) // 2].sum() * s["w"].sum()),
     "the last of own rows": of(lambda s, x, dp: s["queue"][len(x) - 1].sum() * s["w"].sum()),
     "as many as own rows": of(lambda s, x, dp: 0 * s["w"].sum(), kept(lambda s, x, dp: 4 * len(x))),
+    "six times own rows": of(lambda s, x, dp: 0 * s["w"].sum(), kept(lambda s, x, dp: 6 * len(x))),
+    "own rows, known": of(lambda s, x, dp: s["queue"][: x.shape[0]].sum() * s["w"].sum()),
+    "one of own rows, known": of(lambda s, x, dp: s["queue"][x.shape[0]].sum() * s["w"].sum()),
     "at most 5": of(lambda s, x, dp: s["queue"][: min(len(x), 5) - 1].sum() * s["w"].sum()),
     "a turn by own rows": of(lambda s, x, dp: (s["queue"].roll(len(x) // 2, 0) * s["queue"]).sum() * s["w"].sum()),
     "made by its builder": of_builder,

@@ -286,6 +286,10 @@ def _compare(
 ) -> dict[str, frozenset[int]]:
     """Notes findings where the output of that number is not what its layout says -> axis -> reasons why that is not
     known."""
+    if isinstance(layout, Layout) and (got := tuple(node.meta["val"].shape)) != layout.local_shape(0):
+        what = f"the output {path} is {list(got)} on each rank, its layout says {list(layout.local_shape(0))}"
+        scope.find(node, "", what, "give it the shape of what it stands for")
+        return {}
     want, source = value_of(None if isinstance(layout, Anyhow) else layout, node.meta["val"].shape), node
     while source.target is torch.ops.aten.detach.default:  # of the line that calls the step, not of the step
         source = node_of(source.args[0])

@@ -29,6 +29,7 @@ from fmegatron.step import opaque, widen
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Unproven, line_of, op_name
 from fmegatron.step.checker.scaled_numbers import FAULTS, there_of
 from fmegatron.step.checker.shapes import Open
+from fmegatron.step.checker.sizes import is_cut
 from fmegatron.step.description import Description
 from fmegatron.step.every_rank import interpret
 from fmegatron.step.graph.nodes import node_of
@@ -66,11 +67,12 @@ class Step(NamedTuple):
 def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = None) -> Report:
     """The report, where lines are findings that are unproven and of which an output is another than on one rank; and
     where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part or a number
-    of ranks, or a number is a sum with a size: what is made of those no rule sees. before: the report without what was
+    of ranks, or a number is a sum with a size, or says where a part ends: what is made of those no rule sees. before: the report without what was
     taken for numbers of ranks: that stays where the step cannot be run with those of one rank, or then differs."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
-    told = next((n for n in step.traced.graph_module.graph.nodes if n.meta.get("asked") or n.meta.get("sums")), None)
+    nodes = step.traced.graph_module.graph.nodes
+    told = next((n for n in nodes if n.meta.get("asked") or n.meta.get("sums") or is_cut(n)), None)
     outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
     of_number = {path for path, node in outputs if _is_count_of_number(node)} | vouched
     ranks = told_ranks(step, mesh)
@@ -82,7 +84,8 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
         with torch.no_grad():
             compared, proven = _Compared(step, mesh), [path for path in paths if path not in open_]
             wrong = compared.different([path for path in paths if path in open_])
-            beside = compared.different(proven, made=False, written=bool(ranks))
+            beside = compared.of_other_shapes(proven)
+            beside |= compared.different([p for p in proven if p not in beside], made=False, written=bool(ranks))
             as_told = compared.different_as_told([path for path in proven if path not in beside], ranks)
             beside |= as_told or set()
             if before is not None and (as_told is None or beside):
@@ -195,6 +198,13 @@ class _Compared:
             if not any(self._differs(p, ranks[0], one, one, _NEAR) for p in paths):
                 return set()
         return wrong
+
+    def of_other_shapes(self, paths: Sequence[str]) -> set[str]:
+        """Those of these outputs that on one rank have not the shape of what they stand for."""
+        at = {path: self.many.paths.index(path) for path in paths}
+        layouts = {path: layout for path in paths if isinstance(layout := self.step.outputs[at[path]], Layout)}
+        given = {path: tuple(self._ones[0][0][at[path]][0].shape) for path in layouts}
+        return {path for path, layout in layouts.items() if not layout.unreduced and given[path] != layout.shape}
 
     def different_as_told(self, paths: Sequence[str], told: Sequence[rank_counts.Told]) -> set[str] | None:
         """Those of these outputs that are others than on one rank where the plain numbers of ranks that Python was told

@@ -257,13 +257,23 @@ def of_places(scope: Scope, node: Node, found: Any) -> Any:
     return _marked(found, axes, scope.vague(node, _MOVED_ON)) if axes else found
 
 
+def is_cut(node: Node) -> bool:
+    """Whether the user's code takes a part, or rolls, by a number that is made of a size of a part."""
+    if op_name(node) not in _CUTS or node.meta.get("backward") or _of_library(node):
+        return False
+    return any(made is not None and made[0] for _, made in node.meta.get("made", ()))
+
+
+def _of_library(node: Node) -> bool:
+    return bool(node.meta.get("outside")) or line_of(node) != user_line(line_of(node))
+
+
 def of_asked(scope: Scope, node: Node, found: Any) -> Any:
     """What is taken of a dim that the ranks share, or rolled along it, by a plain number as large as a size of a rank's
     part of which Python was told (or half, or a multiple of it, one more or less): as of a number that is another on
     one rank, nothing is known; of one that is the same there (`scaled_numbers`) nothing is in doubt."""
     name = op_name(node)
-    of_library = node.meta.get("outside") or line_of(node) != user_line(line_of(node))
-    if name not in _CUTS or node.meta.get("backward") or of_library:
+    if name not in _CUTS or node.meta.get("backward") or _of_library(node):
         return found  # the library takes sizes apart that Python knows, of what ranks have
     known = {abs(number) for number, _ in node.meta.get("made", ())}.union(node.meta.get("constants", ()))
     flat = [one for a in node.args[_NUMBERS.get(name, slice(1, 2))] for one in (items_of(a) if _is_list(a) else [a])]
