@@ -390,9 +390,9 @@ def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
     if _own(axis, "as_terms").size == 1 or axis.world is not None:
         return x
     beside = [count.detach()] if isinstance(count, Tensor) else []
-    counted = not isinstance(count, Tensor) and count > 1 and count == int(count)
-    # A whole number knows of what it is made.
-    rows, before = (count.as_integer_ratio()[0] if counted else 0), x.detach()
+    rows, before = 0, x.detach()
+    if not isinstance(count, Tensor) and count > 1 and count == int(count):
+        rows, _ = count.as_integer_ratio()  # which knows of what it is made
     return linear(
         lambda xs, _, beside: DECLARE.emit([*xs, *beside[1:]], axis, "terms", rows)[:1],
         lambda gs, _, beside: DECLARE.emit([*gs, *beside], axis, "terms of", rows)[:1],

@@ -149,7 +149,7 @@ class _OfRanks:
         return round(self._told(), digits)
 
     def as_integer_ratio(self) -> tuple[int, int]:
-        """As a number of Python has it; a whole one still knows of what it is made."""
+        """As a number of Python has it; one without a fraction still knows of what it is made."""
         above, below = _plain(self).as_integer_ratio()
         return (RankCount(above, self.over) if below == 1 else above), below
 

@@ -1,11 +1,11 @@
-"""A number that is the same on one rank is none of a rank's part, however large it is; one that is made of a part is."""
+"""A number that is the same on one rank is no size of a part, however large it is; one that is made of a part is."""
 
 import pytest
 import torch
 
-from fmegatron import nn, optim, step, tree
+from fmegatron import step
 from fmegatron.collectives import Axes, all_gather, psum
-from fmegatron.layout import DataParallel, Layout, Mesh
+from fmegatron.layout import Layout, Mesh
 from fmegatron.testing import parity
 
 F64 = torch.float64

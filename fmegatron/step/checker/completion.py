@@ -31,7 +31,9 @@ _EACH = frozenset(
     "mm addmm bmm baddbmm sum mean _softmax _log_softmax amax amin unsqueeze squeeze permute transpose t expand clone"
     " detach _to_copy alias native_layer_norm linalg_vector_norm getitem".split()
 )
-_ADDED_UP = frozenset("sum mean neg clone alias view _unsafe_view reshape squeeze unsqueeze permute transpose t".split())
+_ADDED_UP = frozenset(
+    "sum mean neg clone alias view _unsafe_view reshape squeeze unsqueeze permute transpose t".split()
+)
 _WHOLE = frozenset("sum mean amax amin prod linalg_vector_norm".split())
 
 

@@ -293,13 +293,14 @@ def _multiplied(seen: Reader, node: Node) -> Elements:
     """mm, bmm, mv, dot: sums of products along the dim that both have, of which each element is known."""
     a, b = (node_of(n) for n in node.args[:2])
     batch, rows, columns = int(op_name(node) == "bmm"), len(sizes_of(a)) - 1, len(sizes_of(b)) - 1
-    along = {a: frozenset((rows,)), b: frozenset((batch,))}
-    x, y = seen.elements(a, along[a]), seen.elements(b, along[b])
-    if batch and 0 in x.tracked ^ y.tracked and sizes_of(a)[0] > 1:
-        one, known = (b, y) if 0 in x.tracked else (a, x)
-        if not seen.is_leaf(one) and 0 not in known.flat:
+    x, y = seen.elements(a, frozenset((rows,))), seen.elements(b, frozenset((batch,)))
+    if batch and 0 in x.tracked ^ y.tracked and sizes_of(a)[0] > 1:  # of the other one each element, too
+        of_a = 0 not in x.tracked
+        n, known = (a, x) if of_a else (b, y)
+        if not seen.is_leaf(n) and 0 not in known.flat:
             raise Open
-        x, y = (seen.elements(n, along[n] | {0}) if n is one and seen.is_leaf(n) else seen.elements(n, along[n]) for n in (a, b))
+        known = seen.elements(n, frozenset((0, rows if of_a else batch))) if seen.is_leaf(n) else known
+        x, y = (known, y) if of_a else (x, known)
     for n, known, dim in ((a, x, rows), (b, y, batch)):
         if dim not in known.tracked and sizes_of(n)[dim] > 1:
             raise Open

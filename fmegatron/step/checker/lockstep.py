@@ -1,4 +1,4 @@
-"""Along which dims of a node the indices of values run (`positions.py`), so that one element may stand for all of a dim.
+"""Along which dims of a node the indices of values run (`positions.py`): may one element stand for all of a dim?
 
 One element of each value stands for all that it has along a dim which nothing moves. That says nothing of a value that
 meets itself along another dim: of `x[:, None] - x[None]` only the diagonal would be seen, and of `w - w.T`.
@@ -74,7 +74,7 @@ def _of_op(seen: _Seen, node: Node, sizes: tuple[int, ...]) -> _Lies:
         if kinds.collective_of(several.target) is not None:
             return _lies(seen, node_of(items_of(several.args[0])[at]))
         node, name = several, op_name(several)
-    first = _lies(seen, node_of(node.args[0])) if isinstance(node.args[0], Node) else ()
+    first: _Lies = _lies(seen, node_of(node.args[0])) if isinstance(node.args[0], Node) else ()
     before = len(first)
     if name in _VIEWS:
         return _viewed(sizes_of(node_of(node.args[0])), sizes, first)
@@ -93,14 +93,19 @@ def _of_op(seen: _Seen, node: Node, sizes: tuple[int, ...]) -> _Lies:
         dim = dim_at(node, 1, before)
         return (*first[:dim], *first[dim + 1 :])
     if name in ("sum", "squeeze") and rank < before:
-        given = node.args[1] if len(node.args) > 1 and node.args[1] is not None else range(before)
-        gone = {int_of(d) % before for d in (given if isinstance(given, (list, tuple, range)) else [given])}
+        dims = [*node.args[1:2], None][0]
+        dims = range(before) if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
+        gone = {int_of(d) % before for d in dims}
         shape = sizes_of(node_of(node.args[0]))
         left = [one for d, one in enumerate(first) if d not in gone or (name == "squeeze" and shape[d] > 1)]
         return tuple(left) if len(left) == rank else _any(seen, node, rank)
     if name in ("mm", "bmm", "mv", "dot"):
         second, batch = _lies(seen, node_of(node.args[1])), int(name == "bmm")
-        return (*[a | b for a, b in zip(first[:batch], second[:batch], strict=True)], *first[batch:-1], *second[batch + 1 :])
+        return (
+            *[a | b for a, b in zip(first[:batch], second[:batch], strict=True)],
+            *first[batch:-1],
+            *second[batch + 1 :],
+        )
     if name == "stack":
         dim = dim_at(node, 1, rank)
         each = [_lies(seen, node_of(n)) for n in items_of(node.args[0])]

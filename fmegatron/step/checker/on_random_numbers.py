@@ -67,8 +67,9 @@ class Step(NamedTuple):
 def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = None) -> Report:
     """The report, where lines are findings that are unproven and of which an output is another than on one rank; and
     where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part or a number
-    of ranks, or a number is a sum with a size, or says where a part ends: what is made of those no rule sees. before: the report without what was
-    taken for numbers of ranks: that stays where the step cannot be run with those of one rank, or then differs."""
+    of ranks, or a number is a sum with a size, or says where a part ends: what is made of those no rule sees. before:
+    the report without what was taken for numbers of ranks: that stays where the step cannot be run with those of one
+    rank, or then differs."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
     nodes = step.traced.graph_module.graph.nodes

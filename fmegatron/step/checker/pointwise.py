@@ -173,27 +173,24 @@ def _product(scope: Scope, node: Node, a: Value, b: Value) -> Value:
 
 
 def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None = None, divides: bool = False) -> Value:
-    """x times a number (of: a tensor all of whose elements are that number; divides: written as a division)."""
+    """x times a number (of: a tensor of that number; divides: written as a division)."""
     ranks = node.meta.get("ranks") or (of.ranks if of is not None else NOTHING)
-    known = None
+    known, times = None, number(factor) if of is None else of
     if "scales" in node.meta:
         known = sizes.Known({a: -p if divides else p for a, p in node.meta["scales"].items()}, not node.meta["scales"])
     elif "parts" in node.meta:
         known = sizes.of_factor(scope, node, factor, divides)
     elif of is not None and of.ranks:
         known = sizes.of_tensor(scope, of, divides)
-    if known is not None:
-        x = sized(scope, node, x, known)
-        return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
-    if divides and scope.asked and not ranks and not node.meta.get("of_gradient"):
+    if known is None and divides and scope.asked and not ranks and not node.meta.get("of_gradient"):
         asked = sizes.as_asked(scope, node, 1 / factor)
-        if totals := [axis for axis in asked if x.portion.get(axis) == "total" and axis not in x.marks]:
-            x = sized(scope, node, x, sizes.Known(dict.fromkeys(totals, Fraction(1)), False))
-            return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
-    if ranks and scope.asked and (beside := sizes.beside_rows(scope, ranks, factor, divides)) is not None:
-        by = math.prod([int(scope.mesh[axis]) ** float(power) for axis, power in beside.items()])
-        x = scaled(scope, node, x, by, beside, divides) if beside else x
-        return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
+        totals = [axis for axis in asked if x.portion.get(axis) == "total" and axis not in x.marks]
+        known = sizes.Known(dict.fromkeys(totals, Fraction(1)), False) if totals else None
+    if known is not None:
+        return elementwise(scope, node, "product", [sized(scope, node, x, known), times])
+    if ranks and scope.asked and (beside := sizes.beside_rows(scope, ranks, factor, divides)):
+        x = scaled(scope, node, x, beside.of_ranks, beside.over, divides) if beside.over else x
+        return elementwise(scope, node, "product", [x, times])
     over, rest = sizes.of_ranks(scope, ranks, factor, divides) if ranks else (NOTHING, 1)
     again = {} if rest == 1 else {axis: power + 1 for axis, power in over.items() if power < -1}
     if again:  # by a count of all rows, and by their number again
@@ -204,7 +201,7 @@ def _times(scope: Scope, node: Node, x: Value, factor: float, of: Value | None =
         x = scaled(scope, node, x, factor / rest, over, divides)
         x = scaled(scope, node, x, rest, NOTHING, divides) if rest != 1 else x
     x = counted_rows(scope, x, factor) if not (divides or over or x.constant is not None) else x
-    return elementwise(scope, node, "product", [x, number(factor) if of is None else of])
+    return elementwise(scope, node, "product", [x, times])
 
 
 def quotient(scope: Scope, node: Node, given: dict) -> Value:
@@ -215,9 +212,8 @@ def quotient(scope: Scope, node: Node, given: dict) -> Value:
     if b.constant and b.settled:
         of = replace(b, constant=1 / b.constant) if b.dims or b.ranks else None
         out = _times(scope, node, a, 1 / b.constant, of, divides=True)
-        return (
-            _mean_of_rows(scope, node, out) if node.meta.get("sizes") == "rows" and not node.meta["backward"] else out
-        )
+        is_mean = node.meta.get("sizes") == "rows" and not node.meta["backward"]
+        return _mean_of_rows(scope, node, out) if is_mean else out
     return elementwise(scope, node, "quotient", [a, b])
 
 

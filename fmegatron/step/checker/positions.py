@@ -316,8 +316,8 @@ class _Seen(Reader):
             for d, n in enumerate(like.shape):
                 if one.ranks[0].shape[d] not in (n, 1) or (d in one.tracked and one.ranks[0].shape[d] != n):
                     raise Open
-        if not isinstance(found, list):
-            free = [d for d in range(meta.dim()) if d not in found.tracked | found.flat]
+        if isinstance(meta, torch.Tensor):
+            free = [d for d in range(meta.dim()) if d not in each[0].tracked | each[0].flat]
             if is_crossed(self, node, free):
                 raise Open
         return found

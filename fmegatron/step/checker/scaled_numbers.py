@@ -49,8 +49,8 @@ def known_numbers(
     told: Sequence[rank_counts.Told],
     empty: Callable[[Layout], torch.Tensor],
 ) -> bool:
-    """Note of the numbers in a graph what they are made of (meta["made"], of factors meta["ranks"], meta["scales"]), and
-    which are the same on one rank (meta["constants"]), as far as other meshes tell; whether there are any.
+    """Note of the numbers in a graph what they are made of (meta["made"], of factors meta["ranks"], meta["scales"]),
+    and which are the same on one rank (meta["constants"]), as far as other meshes tell; whether there are any.
 
     layouts: of the arguments of the function. told: what the user's code asked of the mesh.
     """

@@ -49,6 +49,13 @@ class Known(NamedTuple):
     sure: bool
 
 
+class Beside(NamedTuple):
+    """What a factor is beside a size of a whole dim: {axis: power} of numbers of ranks, and their product."""
+
+    over: Mapping[str, Fraction]
+    of_ranks: float
+
+
 def read(graph: torch.fx.Graph) -> frozenset[str]:
     """Names of the nodes whose sizes numbers of a graph are made of, or may be."""
     found = set()
@@ -124,12 +131,10 @@ def of_ranks(
     return (over, rest) if least > 0 or least < -1 else (NOTHING, 1)
 
 
-def beside_rows(
-    scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool
-) -> Mapping[str, Fraction] | None:
+def beside_rows(scope: Scope, over: Mapping[str, Fraction], factor: float, divides: bool) -> Beside | None:
     """Of a factor that is made of numbers of ranks, and beside these is as large as a size of a rank's part of which
-    Python was told: {axis: power} of those ranks that do not share the dim. With the number of those that do, it is the
-    size of the whole dim. None where that is not what it is."""
+    Python was told: {axis: power} of those ranks that do not share the dim, and their product. With the number of those
+    that do, it is the size of the whole dim. None where that is not what it is."""
     over = {axis: power for axis, power in over.items() if scope.mesh.names.count(axis) and scope.mesh[axis] > 1}
     number = 1 / factor if divides and factor else factor
     rest = number / _product(scope, over)
@@ -137,7 +142,8 @@ def beside_rows(
     own = next(iter(found)) if len(found) == 1 else None
     if not over or own is None or any(over.get(axis) != 1 for axis in own if scope.mesh[axis] > 1):
         return None
-    return {axis: -power if divides else power for axis, power in over.items() if axis not in own}
+    over = {axis: -power if divides else power for axis, power in over.items() if axis not in own}
+    return Beside(over, _product(scope, over))
 
 
 def is_shared_out(scope: Scope, node: Node, axis: str) -> bool:
