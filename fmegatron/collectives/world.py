@@ -32,7 +32,7 @@ from fmegatron.collectives.process_group import (
 from fmegatron.collectives.slurm import adopt_slurm
 from fmegatron.collectives.torch_private import register_group, unregister_group
 from fmegatron.layout import Mesh
-from fmegatron.tree import labels, structure
+from fmegatron.tree import arrivals, structure
 
 __all__ = ["FailedOnRank", "World", "connect"]
 
@@ -61,8 +61,9 @@ class World:
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, control=None, owns_process_group: bool = False):
         self.mesh, self.rank, self.size, self.device = mesh, rank, mesh.size, device
+        self._arrivals = arrivals.Arrivals(device)
         self._control, self._owns, self._device_mesh = control, owns_process_group, None
-        self._begun = 0  # how often it has left its groups
+        self.begun = 0  # how often it has left its groups
         self._groups: dict[str, tuple[str, dist.ProcessGroup]] = {}  # axes and use -> (name at torch, group)
         self._registered: list[str] = []
         self._store: dist.Store | None = None  # of the job; this and how to connect are kept by `connect`, for `renew`
@@ -87,11 +88,17 @@ class World:
     def __hash__(self) -> int:
         return id(self)
 
+    @property
+    def on_nccl(self) -> bool:
+        """Whether tensors of its device travel over NCCL."""
+        own = dist.get_backend_config() if dist.is_initialized() and not self._backend else self._backend
+        return "nccl" in own
+
     def put(self, values: structure.Tree, layouts: structure.Tree | None = None) -> structure.Tree:
         """The tree with its tensors on this rank's device; tensors that are there already are returned as they are.
 
-        To a CUDA device they go through pinned memory of its own, and the host waits for none of them: what reads them
-        on the current stream comes behind. Only for what the caller has pinned it waits.
+        To a CUDA device they go through pinned memory, on a stream of their own, and the host waits for none of them:
+        what reads them on the current stream comes behind. Only for what the caller has pinned it waits.
 
         layouts: theirs, as for `tree.place`; a batch that is made by hand needs them. None: those that the values know.
 
@@ -99,13 +106,7 @@ class World:
         device(type='cpu')
         """
 
-        def moved(x: torch.Tensor) -> torch.Tensor:
-            own = self.device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned()
-            given = x.pin_memory() if own else x  # a pinned tensor of the caller may be written behind this
-            there, layout = given.to(self.device, non_blocking=own), tree.layout_of(x)
-            return there if layout is None else labels.labelled(there, layout)
-
-        values = tree.map(moved, values)
+        values = self._arrivals(values)
         return values if layouts is None else tree.place(values, layouts, self.rank)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
@@ -233,12 +234,12 @@ class World:
     def same_later(self, number: int) -> Callable[[], bool]:
         """Begin to ask all ranks whether they have the same number of less than 63 bits; as `ask` begins. The answer of
         a question from before `renew` is True: nobody knows it any more."""
-        row, begun, work = torch.tensor([number, -number]), self._begun, None
+        row, begun, work = torch.tensor([number, -number]), self.begun, None
         if self.size > 1:
             work = self._noted(dist.all_reduce(row, dist.ReduceOp.MAX, group=self._control, async_op=True))
 
         def answer() -> bool:  # holds no group: its threads are joined with the last reference, at `close`
-            if work is None or begun != self._begun:
+            if work is None or begun != self.begun:
                 return True
             work.wait()
             most, least = row.tolist()
@@ -418,7 +419,7 @@ class World:
         self._groups.clear()
         self._asked.clear()
         if self._owns and dist.is_initialized():
-            self._begun += 1
+            self.begun += 1
             with last_references([held, self._control, self._device_mesh, dist.group.WORLD], _ENDS_S):
                 held = self._control = self._device_mesh = None
                 dist.destroy_process_group()

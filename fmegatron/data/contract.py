@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from fmegatron import tree
 from fmegatron.data import closures
-from fmegatron.tree import labels, structure
+from fmegatron.tree import arrivals, structure
 
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of rows or columns, in the order in which a rank holds them
 
@@ -156,12 +155,10 @@ class Placed(Source):
 
     source: Source
     device: torch.device
+    arrivals: arrivals.Arrivals = field(init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "arrivals", arrivals.Arrivals(self.device))
 
     def at(self, position: int) -> structure.Tree:
-        return tree.map(self._moved, self.source.at(position))
-
-    def _moved(self, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.device == self.device:
-            return x
-        layout, moved = labels.layout_of(x), x.to(self.device)
-        return moved if layout is None else labels.labelled(moved, layout)
+        return self.arrivals(self.source.at(position))

@@ -8,11 +8,8 @@ from contextlib import contextmanager
 from threading import Condition, Thread
 from typing import Any
 
-import torch
-
-from fmegatron import tree
 from fmegatron.data.contract import Placed, Source, require_source
-from fmegatron.tree import labels, structure
+from fmegatron.tree import arrivals, structure
 
 _LOOK_S = 1.0  # how often one who waits looks whether the thread is alive
 
@@ -23,14 +20,13 @@ class Reader:
     waited: seconds that callers waited for batches so far.
     """
 
-    def __init__(self, source: Source, depth: int, device: torch.device | None) -> None:
+    def __init__(self, source: Source, depth: int, to: arrivals.Arrivals | None) -> None:
         self.waited = 0.0
-        self._source, self._depth, self._device = source, depth, device
+        self._source, self._depth, self._arrivals = source, depth, to
         self._ready: dict[int, tuple[Any, Exception | None, Any]] = {}  # number -> batch, error, event
         self._wanted = range(0)
         self._closed, self._changed = False, Condition()
         self._thread = Thread(target=self._make, name="fmegatron-data-ahead", daemon=True)
-        self._stream = None
         self._thread.start()
 
     def __call__(self, number: int) -> structure.Tree:
@@ -55,13 +51,7 @@ class Reader:
         self.waited += time.perf_counter() - began
         if error is not None:
             raise error
-        if event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(event)
-            for x in tree.leaves(batch):
-                if isinstance(x, torch.Tensor):
-                    x.record_stream(stream)
-        return batch
+        return batch if self._arrivals is None else self._arrivals.come(batch, event)
 
     def close(self) -> None:
         """Make no more batches. A batch in the making is finished by the thread, which ends then."""
@@ -77,8 +67,8 @@ class Reader:
 
     def _make(self) -> None:
         """What the thread does: the first batch that is wanted and not there, until it is closed."""
-        if self._device is not None and self._device.index is not None:
-            torch.cuda.set_device(self._device)  # a thread begins with device 0
+        if self._arrivals is not None:
+            self._arrivals.enter_thread()
         while True:
             with self._changed:
                 while not self._closed and all(n in self._ready for n in self._wanted):
@@ -96,22 +86,9 @@ class Reader:
                 self._changed.notify_all()
 
     def _moved(self, batch: Any) -> tuple[Any, Exception | None, Any]:
-        """The batch on the device: through pinned memory, on a stream of its own."""
-        if self._device is None:
-            return batch, None, None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
-            batch = tree.map(self._on_device, batch)
-            event = torch.cuda.Event()
-            event.record()
-        return batch, None, event
-
-    def _on_device(self, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.device == self._device:
-            return x
-        moved, layout = (x if x.is_cuda else x.pin_memory()).to(self._device, non_blocking=True), labels.layout_of(x)
-        return moved if layout is None else labels.labelled(moved, layout)
+        """The batch on its way to the device, without an error, and the event of its arrival."""
+        there, event = (batch, None) if self._arrivals is None else self._arrivals.begin(batch)
+        return there, None, event
 
 
 @contextmanager
@@ -129,10 +106,10 @@ def ahead(source: Source, depth: int = 2) -> Iterator[Reader]:
     require_source(source, "ahead")
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise ValueError(f"ahead: depth: got {depth!r}, wanted a number of batches of 1 or more")
-    device = None
-    if isinstance(source, Placed) and source.device.type == "cuda":
-        source, device = source.source, source.device
-    reader = Reader(source, depth, device)
+    to = None
+    if isinstance(source, Placed):
+        source, to = source.source, source.arrivals
+    reader = Reader(source, depth, to)
     try:
         yield reader
     finally:

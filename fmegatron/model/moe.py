@@ -54,7 +54,9 @@ class MoE(PerToken):
     None: silu. jitter, noise: in training, where the loss is given samples (`model.loss`): the router's argument is
     multiplied by numbers from [1 - jitter, 1 + jitter) (`nn.jittered`), and its logits get normal numbers of standard
     deviation `noise` (`nn.noisy`). fp32_router: the router's weights, and their product with the tokens, are fp32 or
-    wider, as DeepSeek has them; rounded to bf16, one token in a hundred takes other experts.
+    wider, as DeepSeek has them; rounded to bf16, one token in a hundred takes other experts. pair_rows: how many rows a
+    rank sends to each other one, always (`dropless`), so that on CUDA the host reads no counts and does not wait; None:
+    as many as there are.
     """
 
     router: nn.Router
@@ -75,6 +77,7 @@ class MoE(PerToken):
     noise: float = 0.0
     fp32_router: bool = False
     balance_of: Literal["batch", "step before"] = "batch"
+    pair_rows: int | None = None
 
     def __post_init__(self):
         if not self.bias_rate >= 0 or self.bias_rate and not self.choice_bias:
@@ -84,14 +87,15 @@ class MoE(PerToken):
             )
         if isinstance(self.ep, str) or len(set(self.ep)) != len(self.ep):
             raise ValueError(f"MoE.ep: got {self.ep!r}, wanted a tuple of axes; write ({self.ep!r:.20},)")
-        whole = {"ffn_dim": self.ffn_dim, "chunks": self.chunks} | ({} if self.rows is None else {"rows": self.rows})
+        room = {"rows": self.rows, "pair_rows": self.pair_rows}
+        whole = {"ffn_dim": self.ffn_dim, "chunks": self.chunks} | {k: n for k, n in room.items() if n is not None}
         for name, value in whole.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"MoE.{name}: got {value!r}, wanted a whole number of at least 1")
-        if self.capacity is not None and (not self.capacity > 0 or self.rows is not None):
+        if self.capacity is not None and (not self.capacity > 0 or room.keys() & whole.keys()):
             raise ValueError(
-                f"MoE.capacity: got {self.capacity} with rows={self.rows}, wanted a number above 0, which is the room"
-                " of an expert by itself; leave rows out, or capacity"
+                f"MoE.capacity: got {self.capacity} with rows={self.rows}, pair_rows={self.pair_rows}, wanted a number "
+                "above 0, which is the room of an expert by itself; leave these out, or capacity"
             )
         for name in ("balance", "sequence_balance", "z_loss"):
             if not getattr(self, name) >= 0:
@@ -139,7 +143,8 @@ class MoE(PerToken):
     @property
     def couples(self) -> tuple[str, ...]:
         """The room of a rank, which all tokens of a microbatch share."""
-        return () if self.rows is None else (f"MoE.rows={self.rows}, the room for the tokens of a microbatch",)
+        room = {"rows": self.rows, "pair_rows": self.pair_rows}
+        return tuple(f"MoE.{k}={n}, the room for the tokens of a microbatch" for k, n in room.items() if n is not None)
 
     @property
     def rates(self) -> dict[str, float]:
@@ -173,8 +178,8 @@ class MoE(PerToken):
     def __call__(self, u_BSD: Tensor, w: structure.Tree, at: TokenContext) -> tuple[Tensor, dict[str, Tensor]]:
         """`u[B, S, D]@R(tp) -> y[B, S, D]@R(tp)`, S_tp at both ends with sequence parallelism; and statistics:
         "load" [E], how often each expert was chosen on all ranks; of this rank's tokens the totals "entropy" of the
-        router, and those that `losses` takes; with `rows` "overflow", with `capacity` "dropped". Padding goes to no
-        chosen expert, takes no room of one and counts nowhere.
+        router, and those that `losses` takes; with `rows` or `pair_rows` "overflow", with `capacity` "dropped".
+        Padding goes to no chosen expert, takes no room of one and counts nowhere.
 
         Each token is routed once, by the rank that has it; the experts' products are split over tp as an MLP's are,
         unless tp holds experts. Raises ValueError for experts over tp without sequence parallelism.
@@ -264,10 +269,12 @@ class MoE(PerToken):
             y_BSD, found = with_capacity(v_BSD, routing, own, apply, ep, data, most, room_B)
         else:
             again = step.remat if self.chunks > 1 else None
-            y_BSD, found = dropless(v_BSD, routing, own, apply, ep, data, sequence, self.rows, self.chunks, again)
+            given = (v_BSD, routing, own, apply, ep, data, sequence)
+            y_BSD, found = dropless(*given, self.rows, self.chunks, again, self.pair_rows)
         if not folded:
             y_BSD = reduce_scatter(y_BSD, tp, 1) if split else psum(y_BSD, tp)
-        wanted = ("dropped",) if self.capacity is not None else ("overflow",) if self.rows is not None else ()
+        bounded = self.rows is not None or self.pair_rows is not None
+        wanted = ("dropped",) if self.capacity is not None else ("overflow",) if bounded else ()
         return y_BSD, {name: psum(found[name], token_axes) for name in wanted}
 
     def _experts(self, w: Any, x_MD: Tensor, ends_X: Tensor, expert_M: Tensor, *, tp: axes.Axis) -> Tensor:

@@ -4,7 +4,8 @@ A step's shapes are fixed, how many rows go where is data. Each rank sends a tok
 many of its experts are there; gates go with it, and what comes back is the gated sum over that rank's experts.
 
 Legend: B batch, S sequence, T tokens of this rank, D width, K experts of a token, E experts, X = E/n experts of this
-rank, n ranks of ep; A rows that leave, R rows that come, M rows of experts (a row that came, once for each expert).
+rank, n ranks of ep; A rows that leave, R rows that come, M rows of experts (a row that came, once for each expert), P
+places for the rows from one rank to another.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def expert_weights(w: structure.Tree, ep: axes.Axis, token_axes: axes.Axis) -> s
 
 # ---- rows and their places -------------------------------------------------------------------------------------------
 class _Index(NamedTuple):
-    """Which row each of A places has, the places of each of N rows (-1: none), and how many places are in use."""
+    """Which row each of A places has, the places of each of N rows (-1: none), and how many places are in use: a
+    number, or for places of equal parts [n A/n] as many numbers."""
 
     row_A: Tensor
     place_NC: Tensor
@@ -98,7 +100,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         index = _Index(*ctx.saved_tensors)
-        used_A = torch.arange(index.row_A.shape[0], device=g.device) < index.used
+        places = index.row_A.shape[0] // (index.used.shape[0] if index.used.dim() else 1)
+        used_A = (torch.arange(places, device=g.device) < index.used[..., None]).flatten()
         return torch.where(used_A[:, None], _taken(g, index), 0), None, None, None
 
 
@@ -109,6 +112,15 @@ def _to_ranks(goes_Tn: Tensor, places: int) -> _Index:
     row_A = goes_F.logical_not().to(torch.int8).argsort(stable=True)[:places] % T
     place_F = torch.where(goes_F, goes_F.cumsum(0) - 1, -1)
     return _Index(row_A, place_F.view(n, T).t(), goes_F.sum())
+
+
+def _to_ranks_in_parts(goes_Tn: Tensor, places: int) -> _Index:
+    """As `_to_ranks`, with as many places for each destination, of which the first are in use."""
+    goes_nT = goes_Tn.t()
+    row_nP = goes_nT.logical_not().to(torch.int8).argsort(stable=True, dim=1)[:, :places]
+    place_nT, first_n = goes_nT.cumsum(1) - 1, torch.arange(goes_nT.shape[0], device=goes_nT.device) * places
+    place_nT = torch.where(goes_nT & (place_nT < places), place_nT + first_n[:, None], -1)
+    return _Index(row_nP.flatten(), place_nT.t(), goes_Tn.sum(0).clamp(max=places))
 
 
 def _to_experts(local_RK: Tensor, counts_X: Tensor, places: int) -> tuple[_Index, _Index]:
@@ -137,6 +149,7 @@ def dropless(
     rows: int | None = None,
     chunks: int = 1,
     remat: Callable[[Callable], Callable] | None = None,
+    pair_rows: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Every token through each expert that it chose -> (y[B, S, D], {"overflow", "sent"}), as x is sharded.
 
@@ -158,6 +171,9 @@ def dropless(
             room for as many rows as all tokens have when they are balanced.
         remat: what makes of fn(x, weights, *rest) a function that computes it again in the backward (`step.remat`), so
             that the memory of a chunk is free when the next one begins; None: as it is.
+        pair_rows: rows that a rank sends to another one, always as many, of which those that it has are read: then no
+            count of rows is read on the host, which waits for a device of CUDA else, in each exchange. What has no room
+            overflows. Of balanced tokens T K/n are enough, T tokens of a chunk always are. None: as many as there are.
 
     Raises ValueError where the experts cannot be shared out over ep, the chunks do not divide the tokens, or ep has
     axes that split no tokens.
@@ -167,23 +183,32 @@ def dropless(
     _require_experts(experts, ep, data, sequence)
     if chunks < 1 or B * S % chunks:
         raise ValueError(f"dropless: got chunks={chunks} of {B * S} tokens of a rank, wanted a divisor of these")
-    most = most_rows(B * S // chunks, ep, K, experts)
-    rows = most if rows is None else min(rows, most)
+    tokens = B * S // chunks
+    most = most_rows(tokens, ep, K, experts)
+    rows, pair_rows = most if rows is None else min(rows, most), None if ep.size == 1 else pair_rows
     x_BSD, gates_BSK, experts_BSK = (_own(v, data, sequence) for v in (x_BSD, gates_BSK, experts_BSK))
     parts = zip(*(v.reshape(B * S, -1).chunk(chunks) for v in (x_BSD, gates_BSK, experts_BSK)), strict=True)
-    run = functools.partial(_one_chunk, apply=apply, experts=experts, ep=ep, rows=rows)
+    run = functools.partial(_one_chunk, apply=apply, experts=experts, ep=ep, rows=rows, pair_rows=pair_rows)
     run = run if remat is None else remat(run)
     found = [run(x_TD, {"gates": gates_TK, "w": w}, experts_TK) for x_TD, gates_TK, experts_TK in parts]
     y_BSD = _sharded(torch.cat([y_TD for y_TD, _, _ in found]).view(B, S, D), data, sequence)
     over, sent = (_terms(torch.stack(values).sum(), data, sequence) for values in list(zip(*found, strict=True))[1:])
-    if rows < most:
+    if rows < most or (pair_rows is not None and pair_rows < tokens):
         refused = psum(psum(over, data), sequence) > 0
         y_BSD = y_BSD * torch.where(refused, torch.nan, 1.0).to(y_BSD.dtype)
     return y_BSD, {"overflow": over, "sent": sent}
 
 
 def _one_chunk(
-    x_TD: Tensor, weights: dict, experts_TK: Tensor, *, apply: Apply, experts: int, ep: axes.Axis, rows: int
+    x_TD: Tensor,
+    weights: dict,
+    experts_TK: Tensor,
+    *,
+    apply: Apply,
+    experts: int,
+    ep: axes.Axis,
+    rows: int,
+    pair_rows: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y[T, D], rows for which there was no room, rows given to the exchange) of this rank's tokens."""
     (T, K), n, gates_TK = experts_TK.shape, ep.size, weights["gates"]
@@ -193,19 +218,25 @@ def _one_chunk(
         return y_TD, (needed - rows).clamp(min=0), torch.zeros_like(needed)
     rank_TK = experts_TK // X
     goes_Tn = (rank_TK[..., None] == torch.arange(n, device=x_TD.device)).any(1)
-    index = _to_ranks(goes_Tn, T * min(K, n))
     send_n = goes_Tn.sum(0)
-    recv_n = all_to_all(send_n, ep, 0, 0)
-    to_A = (torch.arange(index.row_A.shape[0], device=x_TD.device)[:, None] >= send_n.cumsum(0)).sum(1)
+    if pair_rows is None:
+        index, R = _to_ranks(goes_Tn, T * min(K, n)), min(rows, n * T)
+        recv_n = all_to_all(send_n, ep, 0, 0)
+        to_A = (torch.arange(index.row_A.shape[0], device=x_TD.device)[:, None] >= send_n.cumsum(0)).sum(1)
+        late = recv_n.sum() - R
+        exchange = functools.partial(ops.all_to_all_rows, send=send_n, recv=recv_n, axis=ep, rows=R)
+        back = functools.partial(exchange, send=recv_n, recv=send_n, rows=index.row_A.shape[0])
+    else:
+        index = _to_ranks_in_parts(goes_Tn, P := min(pair_rows, T))
+        to_A = torch.arange(n * P, device=x_TD.device) // P
+        late = (send_n - P).clamp(min=0).sum()
+        exchange = back = functools.partial(all_to_all, axis=ep, split_dim=0, concat_dim=0)
     there_AK = rank_TK.index_select(0, index.row_A) == to_A[:, None]
     local_AK = torch.where(there_AK, experts_TK.index_select(0, index.row_A) % X + 1, 0)
     gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)
-    R = min(rows, n * T)
-    leave = (_taken(x_TD, index), gates_AK, local_AK)
-    came_RD, gates_RK, local_RK = [ops.all_to_all_rows(v, send_n, recv_n, ep, R) for v in leave]
+    came_RD, gates_RK, local_RK = [exchange(v) for v in (_taken(x_TD, index), gates_AK, local_AK)]
     y_RD, needed = _through(came_RD, gates_RK, local_RK, X, weights["w"], apply, rows)
-    y_TD = _summed(ops.all_to_all_rows(y_RD, recv_n, send_n, ep, index.row_A.shape[0]), index)
-    return y_TD, torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0), send_n.sum()
+    return _summed(back(y_RD), index), torch.maximum(needed - rows, late).clamp(min=0), index.used.sum()
 
 
 def _through(came_RD, gates_RK, local_RK, X, w, apply, rows):

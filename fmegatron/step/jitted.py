@@ -16,6 +16,7 @@ import torch
 from fmegatron import tree
 from fmegatron.collectives import World, known_ranks
 from fmegatron.layout import layout
+from fmegatron.step import cuda_graph as graphs
 from fmegatron.step.agreement import communicates, require_same_graph, require_same_replicas
 from fmegatron.step.ambient import Ambient, ambient, changes, compiled_without_autocast, without_autocast
 from fmegatron.step.checker.entrypoints import check_call
@@ -61,6 +62,7 @@ class Compiled:
         self.kept = [i for i in range(len(self.traced.out_paths)) if i not in self.donated]
         self.only_tensors = len(self.traced.in_paths) == len(tree.leaves(args))
         self.run: Callable[..., Any] | None = None
+        self.recorder: graphs.Recorder | None = None  # of its calls
         self.donation: Donation | None = None
         found = {} if self.report is None else dict(self.report.found)
         labels = _known_of_outputs(traced, self.donated, checked, found)
@@ -80,6 +82,8 @@ class Compiled:
             self.run = compiled_without_autocast(self.program.compile(tell), self.ambient)
         if self.donation is not None:
             self.donation.written, self.donation.harmless = self.program.written, self.program.harmless
+            if self.recorder is not None:
+                self.run = graphs.Recorded(self.run, self.donation, self.recorder, self.program.target.world)
 
     def __call__(self, tensors: list) -> Any:
         """The result of the step for the tensors among its arguments."""
@@ -133,8 +137,8 @@ class Jitted:
     or what an interrupted call was given. It holds that memory until the next call, or until it is set to None.
     """
 
-    def __init__(self, fn, donate, target: Target, check, allow):
-        self.allow, self.fn, self.donate, self.target = allow, fn, donate, target
+    def __init__(self, fn, donate, target: Target, check, allow, cuda_graph: bool = False):
+        self.allow, self.fn, self.donate, self.target, self.cuda_graph = allow, fn, donate, target, cuda_graph
         self.world, self.cache, self.checks = target.world, {}, check
         self._several = self.world is not None and self.world.size > 1
         self._newest = Newest(donate[0]) if len(donate) == 1 else None
@@ -280,6 +284,8 @@ class Jitted:
                 if sends:
                     compiled.number, self._agreed = number, True
                     require_same_replicas(args, self.donate, self.world, self.name)
+            if self.cuda_graph:
+                compiled.recorder = graphs.recorder_on(device, compiled.program.graph_module.graph, self.world)
             require_own_memory(tensors, compiled.traced.in_paths, list(compiled.donated.values()))
             compile_ = functools.partial(compiled.compile, tell)
             if self.world is None:
@@ -377,6 +383,7 @@ def jit(
     allow: Mapping[str, str] | None = None,
     overlap: Overlap | bool = True,
     host_bytes: int = 1 << 29,
+    cuda_graph: bool = False,
     **others: object,
 ) -> Jitted:
     """Compile a pure function over trees of tensors.
@@ -415,6 +422,8 @@ def jit(
         host_bytes: of state in host memory (`state_specs(..., memory="host")`) that travels to the device together; up
             to three times so many bytes are there at a time. A piece of a leaf has one element or more. Of gradients on
             their way to the host where that updates ("host-update").
+        cuda_graph: whether calls are launched as one graph of CUDA (`step.cuda_graph`), the first one excepted: one
+            launch a step. What is donated must be the state that the call before has returned; all else is copied.
         others: arguments of other libraries' functions of this kind, a ValueError that says what takes their place.
 
     Raises ValueError for wrong arguments, and at a call for named arguments, for a step that is impure or wrong, and
@@ -437,12 +446,15 @@ def jit(
     if isinstance(host_bytes, bool) or not isinstance(host_bytes, int) or host_bytes < 1:
         raise ValueError(f"jit: got host_bytes={host_bytes!r}, wanted a number of bytes, such as 1 << 29")
     target = Target(world, backend, tuple(sorted((patches or {}).items())), overlap_of(overlap), host_bytes)
+    if cuda_graph not in (True, False) or (cuda_graph and not positions):
+        got = f"cuda_graph={cuda_graph!r:.60}, donate={donate!r}"
+        raise ValueError(f"jit: got {got}, wanted True only where something is updated in place; give donate=0 too")
     if not isinstance(check, bool):
         raise ValueError(
             f"jit: check: got {structure.in_words(check)}, wanted True or False; layouts are those of the arrays: "
             "tree.place(state, layouts)"
         )
-    return Jitted(fn, positions, target, check, dict(allow or {}))
+    return Jitted(fn, positions, target, check, dict(allow or {}), cuda_graph)
 
 
 def _known_of_outputs(

@@ -9,6 +9,8 @@ import torch
 from fmegatron import checkpoint
 from fmegatron.collectives import World, connect, process_group
 from fmegatron.layout import Layout, Mesh
+from fmegatron.tree.arrivals import Arrivals
+from tests.streams import Late
 
 
 def test_alone_is_a_world_of_one_rank():
@@ -90,18 +92,30 @@ def test_a_device_of_a_world_of_one_becomes_the_current_one(cuda, monkeypatch):
     assert len(cuda) == 2
 
 
-def test_nothing_waits_for_what_is_put_on_a_gpu(monkeypatch):
-    """Pinned first, then a copy that does not wait; what the caller has pinned, and may write next, is waited for."""
-    asked, pinned = [], torch.ones(3)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is pinned)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: asked.append("pinned") or x)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *to, **how: asked.append((*to, how)) or x)
-    device = torch.device("cuda", 0)
-    World(Mesh(), 0, device).put({"a": torch.ones(2), "b": pinned})
-    assert asked == ["pinned", (device, {"non_blocking": True}), (device, {"non_blocking": False})]
-    asked.clear()
-    World.alone("cpu").put(torch.ones(2))
-    assert asked == [(torch.device("cpu"), {"non_blocking": False})]
+def test_nothing_waits_for_what_is_put_on_a_gpu():
+    """Nothing is copied yet when `put` returns; what the caller has pinned, and may write next, is."""
+    world, late = World(Mesh(), 0, torch.device("cuda", 0)), Late()
+    world._arrivals = Arrivals(world.device, lambda device: late)
+    given, pinned = torch.ones(2), torch.ones(3)
+    put = world.put({"a": given})["a"]
+    given.fill_(7)  # it is pinned in memory of its own before
+    assert late.waits == 0 and put.isnan().all()
+    late.held.append(pinned)
+    late.launch(seen := Seen(put))
+    other = world.put({"b": pinned})["b"]
+    assert late.waits == 1 and torch.equal(other, torch.ones(3)) and seen.values is None  # for its copy alone
+    late.finish()
+    assert torch.equal(seen.values, torch.ones(2))
+
+
+class Seen:
+    """Reads a tensor when it is called."""
+
+    def __init__(self, x):
+        self.x, self.values = x, None
+
+    def __call__(self):
+        self.values = self.x.clone()
 
 
 def test_nccl_knows_its_device_and_records_what_it_does_before_it_starts(cuda, monkeypatch):

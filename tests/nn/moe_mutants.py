@@ -8,7 +8,7 @@ simulated ranks find it. finds: "check" for a finding, "unproven" for none and n
 from tests.step.mutants.mutate import Mutant as M
 
 FOLDED, FSDP, TP, DP, CAPACITY, OVER = "folded over cp and tp", "fsdp2 ep2", "ep2 tp2", "dp2 ep2", "capacity", "too few"
-TP7 = "ep2 tp7"
+TP7, PARTS = "ep2 tp7", "from each as many"
 
 # ---- tests/nn/moe_step.py --------------------------------------------------------------------------------------------
 MIX = 'for name in ("mix", "router")}'
@@ -108,8 +108,8 @@ SHARDED = 'return declare(declare(x_BS, data, ("sharded", 0)), sequence, ("shard
 TERMS = 'return declare(declare(x, data, "partial"), sequence, "partial")'
 ALL_THREE = "(_own(v, data, sequence) for v in (x_BSD, gates_BSK, experts_BSK))"
 COUNTS = "recv_n = all_to_all(send_n, ep, 0, 0)"
-THERE = "all_to_all_rows(v, send_n, recv_n, ep, R) for v in"
-BACK = "all_to_all_rows(y_RD, recv_n, send_n, ep, "
+THERE = "send=send_n, recv=recv_n, axis=ep, rows=R)"
+BACK = "partial(exchange, send=recv_n, recv=send_n, "
 REFUSED = "refused = psum(psum(over, data), sequence) > 0"
 BORDERS = (
     M("gradient_not_sharded", "Nothing is said of the gradient over ep.", OF_EXPERTS, "of_experts = x",
@@ -175,10 +175,10 @@ BORDERS = (
       COUNTS, 'recv_n = all_to_all(send_n, type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), 0, 0)',
       "simulate", of=DP),
     M("rows_over_dp", "Rows are exchanged over dp.", THERE,
-      'all_to_all_rows(v, send_n, recv_n, type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), R) for v in', "simulate",
+      'send=send_n, recv=recv_n, axis=type(ep)(("dp",), 2, ep.mesh, ep.world, (2,)), rows=R)', "simulate",
       of=DP),
     M("back_by_first_counts", "Results go back by the counts of the way there.", BACK,
-      "all_to_all_rows(y_RD, send_n, recv_n, ep, ", "simulate", of="ep2"),
+      "partial(exchange, send=send_n, recv=recv_n, ", "simulate", of="ep2"),
     M("capacity_not_own", "Tokens are not declared own.", 'declare(v, data, "own", 0) for v in (x_BSD,',
       "v for v in (x_BSD,",
       "check", of=CAPACITY),
@@ -195,7 +195,7 @@ LOCAL = "experts_TK.index_select(0, index.row_A) % X + 1, 0)"
 GATES = "gates_AK = torch.where(there_AK, _taken(gates_TK, index), 0)"
 ORDER = "place_F = order_F.argsort()  # the inverse of a permutation"
 ENDS = "ends_X = counts_X.cumsum(0).clamp(max=rows).to(torch.int32)"
-OVERFLOW = "torch.maximum(needed - rows, recv_n.sum() - R).clamp(min=0)"
+OVERFLOW = "torch.maximum(needed - rows, late).clamp(min=0)"
 GATED = "_summed(y_MD * _taken(gates_RK.reshape(-1, 1), choices).to(y_MD.dtype), index), counts_X"
 SUMMED = "return torch.where((place_NC >= 0)[..., None], found, 0).sum(1)"
 OF_MOE = (
@@ -207,6 +207,14 @@ OF_MOE = (
       "place_F = torch.where(goes_F, goes_F.cumsum(0) - 2, -1)", "simulate", of="ep2"),
     M("unsent_are_found", "What was not sent has the result of the first place.", GOES,
       "place_F = torch.where(goes_F, goes_F.cumsum(0) - 1, 0)", "simulate", of="ep2"),
+    M("part_off_by_one", "Results of equal parts are looked for a row further.", "goes_nT.cumsum(1) - 1,",
+      "goes_nT.cumsum(1) - 2,", "simulate", of=PARTS),
+    M("parts_begin_at_0", "Results of all destinations are looked for in the first part.",
+      "place_nT + first_n[:, None], -1)", "place_nT, -1)", "simulate", of=PARTS),
+    M("part_of_another", "A place is taken for one of the next destination.", "device=x_TD.device) // P",
+      "device=x_TD.device) // P + 1", "simulate", of=PARTS),
+    M("late_in_a_part_not_counted", "Rows for which a part has no room are dropped, and the metric is 0.",
+      "late = (send_n - P).clamp(min=0).sum()", "late = send_n.sum() * 0", "simulate", of="too few from one"),
     M("experts_interleaved", "Rank r is thought to have every n-th expert.", "rank_TK = experts_TK // X",
       "rank_TK = experts_TK % n", "simulate", of="ep2"),
     M("local_expert_next", "Each row goes to the next expert of the rank.", LOCAL,
@@ -239,7 +247,7 @@ OF_MOE = (
     M("overflow_not_counted", "Rows are dropped and the metric is 0.",
       OVERFLOW, "(needed * 0)", "simulate", of=OVER),
     M("overflow_of_one_rank", "Overflow is counted where more arrived than fit on the wire only.",
-      OVERFLOW, "(recv_n.sum() - R).clamp(min=0)", "simulate",
+      OVERFLOW, "late.clamp(min=0)", "simulate",
       of=OVER),
     M("capacity_by_position", "The last tokens of a sequence are taken, not those with the largest gates.",
       "hot_BSKE.any(2), gates_BSE.detach(), -torch.inf", "hot_BSKE.any(2), -gates_BSE.detach(), -torch.inf", "simulate",

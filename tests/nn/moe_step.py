@@ -32,6 +32,7 @@ class Setting:
     rows: int | None = None
     capacity: int | None = None
     chunks: int = 1
+    pair_rows: int | None = None
     dtype: torch.dtype = torch.float64
 
 
@@ -49,10 +50,13 @@ SETTINGS = {
     "capacity": Setting(Mesh(dp=2, ep=2), capacity=2),
     "chunks": Setting(Mesh(dp=2, ep=2), chunks=2),
     "chunks, folded": Setting(Mesh(cp=2, tp=2), ("cp", "tp"), ("cp", "tp"), V3, chunks=4),
+    "from each as many": Setting(Mesh(dp=2, ep=2), router=V3, pair_rows=16),
+    "from each as many, folded": Setting(Mesh(cp=2, tp=2), ("cp", "tp"), ("cp", "tp"), chunks=2, pair_rows=9),
     "groups without ep": Setting(Mesh(dp=4), router=Router(E, 2, groups=4, top_groups=2)),
 }
 TOO_FEW = {  # rows that are enough for some ranks
     "too few": Setting(Mesh(dp=2, ep=2), rows=48),
+    "too few from one": Setting(Mesh(dp=2, ep=2), pair_rows=11),
     "too few, folded": Setting(Mesh(dp=2, cp=2, tp=2), ("cp", "tp"), ("cp", "tp"), V3, rows=24),
 }
 
@@ -114,7 +118,7 @@ def make_step(mesh: Mesh, of: str, moe: types.ModuleType = moe, router: types.Mo
         experts = moe.expert_weights(experts, ep, token_axes)
         given = (enter(h_BSD, tp), routing._replace(gates=enter(routing.gates, tp)), experts, apply, ep, data)
         if setting.capacity is None:
-            y_BSD, stats = moe.dropless(*given, sequence, setting.rows, setting.chunks, remat)
+            y_BSD, stats = moe.dropless(*given, sequence, setting.rows, setting.chunks, remat, setting.pair_rows)
         else:
             y_BSD, stats = moe.with_capacity(*given, setting.capacity)
         stats.pop("sent", None)  # which is another number on every mesh
