@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fmegatron.tree.arrivals import Streams
+
 
 @dataclass(eq=False)
 class Stream:
@@ -28,11 +30,12 @@ class Event:
     count: int
 
 
-class Late:
-    """Stands for `tree.arrivals.Streams`. waits: how often the host has waited. used: (tensor, stream) of `used_on`."""
+class Late(Streams):
+    """waits: how often the host has. used: (tensor, stream) of `used_on`. threads: that entered. held: pinned."""
 
     def __init__(self, device=None):
-        self.device, self.compute, self._thread = device, Stream("compute"), threading.local()
+        super().__init__(device or torch.device("cuda", 0))
+        self.compute, self._thread = Stream("compute"), threading.local()
         self.streams, self.waits, self.threads, self.used, self.held = [self.compute], 0, 0, [], []
 
     def enter_thread(self):
@@ -92,6 +95,10 @@ class Late:
         """As `Streams.copy`."""
         self.launch(lambda: into.copy_(x))
 
+    def room(self, nbytes):
+        """As `Streams.room`."""
+        return torch.full((nbytes,), 111, dtype=torch.uint8)
+
     def launch(self, function, stream=None):
         """A function on a stream; None: on that of `on`."""
         (stream or self.here).launched.append(function)
@@ -119,3 +126,14 @@ class Late:
         """Do all that was launched."""
         for stream in self.streams:
             self.do(self.mark(stream))
+
+
+class There(torch.Tensor):
+    """A tensor that says that it is on a device of CUDA."""
+
+    is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
+
+
+def there(x):
+    """A copy of a tensor, on that device."""
+    return x.clone().as_subclass(There)

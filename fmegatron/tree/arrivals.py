@@ -65,6 +65,10 @@ class Streams:
         """Copy on the current stream; the host does not wait where its memory is page-locked."""
         into.copy_(x, non_blocking=True)
 
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory of the device, uint8, which the current stream gives back in turn."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def pinned(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor in page-locked memory, which is not given away before copies from it are done."""
         return x.pin_memory()

@@ -133,7 +133,7 @@ def addresses(state):
     return [x.data_ptr() for x in tree.leaves(state)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.medium)])
 @pytest.mark.parametrize("save", [None, "inputs"])
 def test_the_same_bits_at_the_same_addresses(tapes, backend, save):
     """Six calls, of which one runs, one is recorded, and five are launched; each batch is another."""
@@ -202,6 +202,7 @@ def test_a_host_that_works_is_refused_with_its_line():
         cuda_graph.recorder_on(CUDA, graph, None)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("of", "why"),
     [

@@ -18,17 +18,19 @@ BOARD_BYTES = 4096
 TICKS, SAVE, WRITTEN = 0, 1, 2  # int64 on the board: signs of progress; save being written; its bytes written so far
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14: enter all pages into our page table at once
 _PAGE = 4096
+_PIN_BYTES = 1 << 30  # page-locked at a time
 
 
 class Arena:
     """Regions of shared memory for one rank's saves.
 
     bound: bytes that it may take; None: as much as the largest request so far, so that one save has room at a time.
-    pin: register the memory with CUDA, for fast copies from the device.
     """
 
-    def __init__(self, bound: int | None = None, pin: bool = False):
-        self.bound, self._grows, self._pin = bound or 0, bound is None, pin
+    def __init__(self, bound: int | None = None):
+        self.bound, self._grows = bound or 0, bound is None
+        self._device: torch.device | None = None
+        self._pinned: list[int] = []  # addresses of pieces
         self.fd = _anonymous_file()
         self._end = weakref.finalize(self, os.close, self.fd)
         self.capacity = 0
@@ -74,6 +76,15 @@ class Arena:
         if (at := self.allocate(nbytes if self._grows else min(nbytes, self.bound))) is not None:
             self.release(at)
 
+    def pin(self, device: torch.device) -> None:
+        """Page-lock the memory, now and when it grows, so that copies from a device of CUDA are not waited for.
+
+        The device is the current one meanwhile: nothing is opened on another GPU. Raises RuntimeError.
+        """
+        if self._device is None:
+            self._device = device
+            self._lock()
+
     def close(self) -> None:
         """Give everything back; views of `memory` must not be used any more."""
         if self.fd >= 0:
@@ -91,12 +102,28 @@ class Arena:
         if capacity < old:
             os.truncate(self.fd, capacity)
         self.memory, self.capacity = map_memory(self.fd, capacity), capacity
-        if self._pin:
-            _check(_cudart().cudaHostRegister(self.memory.data_ptr(), capacity, 0), "cudaHostRegister")
+        self._lock()
+
+    def _lock(self) -> None:
+        """Page-lock what is mapped, in pieces: the driver takes seconds for many GiB at once, and holds others up."""
+        if self._device is None or self.memory is None:
+            return
+        with torch.cuda.device(self._device):
+            for start in range(0, self.capacity, _PIN_BYTES):
+                address, nbytes = self.memory.data_ptr() + start, min(_PIN_BYTES, self.capacity - start)
+                if code := int(_cudart().cudaHostRegister(address, nbytes, 0)):
+                    self._unpin()
+                    raise RuntimeError(
+                        f"AsyncSaver: CUDA error {code} when {nbytes:,} bytes of {self.capacity:,} were page-locked; "
+                        "AsyncSaver(pin=False) does without, and copies take longer"
+                    )
+                self._pinned.append(address)
 
     def _unpin(self) -> None:
-        if self._pin and self.capacity and self.memory is not None:
-            _check(_cudart().cudaHostUnregister(self.memory.data_ptr()), "cudaHostUnregister")
+        while self._pinned:
+            code = int(_cudart().cudaHostUnregister(self._pinned.pop()))
+            if code:
+                raise RuntimeError(f"AsyncSaver: CUDA error {code} when page-locked memory was given back")
 
 
 def map_memory(fd: int, nbytes: int, warm: bool = True) -> torch.Tensor:
@@ -137,8 +164,3 @@ def _cudart() -> ModuleType:
     cudart = torch.cuda.cudart()
     assert cudart is not None, "torch has CUDA"
     return cudart
-
-
-def _check(code, what: str) -> None:
-    if int(code) != 0:
-        raise RuntimeError(f"{what} failed: CUDA error {int(code)}")

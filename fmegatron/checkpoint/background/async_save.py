@@ -23,7 +23,7 @@ from fmegatron import tree
 from fmegatron.checkpoint.background.arena import Arena
 from fmegatron.checkpoint.background.flights import LOOK_S, START_S, Flights
 from fmegatron.checkpoint.background.handle import Handle
-from fmegatron.checkpoint.background.staging import Portion, portions, require_as_staged, stage
+from fmegatron.checkpoint.background.staging import Portion, begin_staging, portions, require_as_staged
 from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import are_saved, check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
@@ -126,7 +126,7 @@ class AsyncSaver:
     in_flight: most saves that are begun and not ended; one more waits for the oldest.
     time_limit_s: a writer that makes no progress for so long counts as stuck, is killed, and its saves have failed.
     nice: of the writer process.
-    pin: register the arena with CUDA; None: if there is CUDA.
+    pin: whether the arena is page-locked as soon as a state is on a device of CUDA; None: yes.
 
     The process starts now, and again at the next save if it has died. It is a fresh Python that imports nothing of the
     user's program, takes no accelerator, and ends with the trainer. Not thread-safe: one thread calls.
@@ -153,8 +153,8 @@ class AsyncSaver:
         if pin and not torch.cuda.is_available():
             raise ValueError(f"AsyncSaver: got pin={pin!r:.60}, wanted it on a machine with CUDA only; leave it out")
         self.arena_bytes, self.in_flight, self.time_limit_s, self.nice = arena_bytes, in_flight, time_limit_s, nice
-        arena = Arena(arena_bytes, torch.cuda.is_available() if pin is None else pin)
-        self._flights = Flights(arena, time_limit_s, nice)
+        self._pins = pin is not False
+        self._flights = Flights(Arena(arena_bytes), time_limit_s, nice)
         self._numbers = 0
         self._known: _Known | None = None
         self._flights.start()
@@ -318,6 +318,8 @@ class AsyncSaver:
             tail = _tail_bytes(known.data)
             if known.cut(rank, None)[0].nbytes + tail > self.arena_bytes:
                 limit = max(1, self.arena_bytes // 2 - tail)  # two portions: one is written while one is staged
+        if self._pins and (device := next((x.device for x in tensors if x.is_cuda), None)) is not None:
+            arena.pin(device)
         cut, before = known.cut(rank, limit), signs(tensors)
         handle.bytes = sum(slot.nbytes for portion in cut for slot in portion.slots)
         description = json.dumps({**what, "limit": limit, "alone": handle.world.size == 1}).encode()
@@ -327,14 +329,14 @@ class AsyncSaver:
             if at is None:  # the writer died: the next poll reports it
                 return
             assert arena.memory is not None, "there is room in it"
-            stage(portion, known.plans, tensors, arena.memory, at)
-            require_as_staged(before, cut[: i + 1], known.plans, tensors, arena.memory, at)
+            landing = begin_staging(portion, known.plans, tensors, arena.memory, at)
+            require_as_staged(before, cut[: i + 1], known.plans, tensors, arena.memory, at, landing)
             job, memory, end = [], arena.memory.numpy(), at + portion.nbytes
             for data in tail:
                 memory[end : end + len(data)] = np.frombuffer(data, np.uint8)
                 job.append((end, len(data)))
                 end += len(data)
-            self._flights.send(handle, portion=i, at=at, last=i == len(cut) - 1, job=job)
+            self._flights.send(handle, landing, portion=i, at=at, last=i == len(cut) - 1, job=job)
 
 
 def _tail_bytes(plan_data: bytes) -> int:

@@ -16,6 +16,7 @@ import torch
 from fmegatron.checkpoint.background.arena import SAVE, TICKS, WRITTEN, Arena
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.background.process import WriterProcess
+from fmegatron.checkpoint.background.staging import Landing
 from fmegatron.checkpoint.calls.arguments import check_fork, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.collectives import interrupt
@@ -42,6 +43,7 @@ class Flights:
         self.process: WriterProcess | None = None
         self.closed = False
         self._seen, self._since = None, 0.0  # the last sign of progress, and when
+        self._landing: list[tuple[Handle, Landing, dict[str, Any]]] = []  # what the writer is not told yet
         self._owner = os.getpid()
         self._end = weakref.finalize(self, _forgotten, self.pending, self._owner)
 
@@ -53,7 +55,11 @@ class Flights:
         return self.process
 
     def room(self, handle: Handle, nbytes: int) -> int | None:
-        """A region for the save, when there is one; None if its writer died meanwhile."""
+        """A region for the save, when there is one; None if its writer died meanwhile. What comes from devices comes
+        first, as the memory may move."""
+        for _, landing, _ in self._landing:
+            landing.wait()
+        self._send_landed()
         while handle.error is None:
             if (at := self.arena.allocate(nbytes)) is not None:
                 handle.regions.add(at)
@@ -61,8 +67,17 @@ class Flights:
             self.listen(LOOK_S)
         return None
 
-    def send(self, handle: Handle, **message: Any) -> None:
-        """Give the writer work for a save; starts a writer if there is none."""
+    def send(self, handle: Handle, landing: Landing, **message: Any) -> None:
+        """Give the writer work for a save, as soon as it has landed, in turn; starts a writer if there is none."""
+        self._landing.append((handle, landing, message))
+        self._send_landed()
+
+    def _send_landed(self) -> None:
+        while self._landing and self._landing[0][1].is_done:
+            handle, _, message = self._landing.pop(0)
+            self._send(handle, message)
+
+    def _send(self, handle: Handle, message: dict[str, Any]) -> None:
         if not any(map(_busy, self.pending)):
             self._since = time.monotonic()
         self.start().send(do="write", id=handle.number, capacity=self.arena.capacity, **message)
@@ -137,6 +152,7 @@ class Flights:
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take the writer's reports, waiting for the first; see whether it is dead or stuck. No Ctrl-C loses one."""
         with interrupt.held_interrupt():
+            self._send_landed()
             self._listen(timeout_s)
 
     def _listen(self, timeout_s: float) -> None:
@@ -262,7 +278,11 @@ class Flights:
         self._release(handle)
 
     def _release(self, handle: Handle) -> None:
-        """Give its regions back."""
+        """Give its regions back, when nothing comes from devices any more."""
+        for of, landing, _ in self._landing:
+            if of is handle:
+                landing.wait()
+        self._landing = [one for one in self._landing if one[0] is not handle]
         while handle.regions:
             self.arena.release(handle.regions.pop())
 

@@ -2,14 +2,18 @@
 
 Both processes compute the same places from the same plan, so no addresses travel. Only what this rank writes is copied:
 of a leaf with replicas its own chunks, one after another, otherwise the full local tensor.
+
+What is on a device leaves it on a stream of its own, and nobody waits on the host: what is computed next, which may
+write into donated memory, follows these copies on the device, and the writer process hears of them when they are done.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -22,9 +26,11 @@ from fmegatron.checkpoint.writing.plan import LeafPlan, boxes_to_write, chunks_t
 from fmegatron.checkpoint.writing.unchanged import Signs, compared, signs
 from fmegatron.checkpoint.writing.write import Chunks
 from fmegatron.layout import Box, boxes
+from fmegatron.tree import arrivals
 
 _GROUP_BYTES = 64 << 20  # written between two signs of progress
 _PART_BYTES = 8 << 20  # copied by a thread at a time
+_BOUNCE_BYTES = 32 << 20  # of a device, through which strided elements go
 
 
 @dataclass(frozen=True)
@@ -130,13 +136,48 @@ def files(chunks: Mapping[int, Chunks], plans: Sequence[LeafPlan]) -> Iterator[l
     yield from found.values()
 
 
+@dataclass
+class Landing:
+    """Copies from devices that may be under way: nobody reads or moves the memory that they fill before they are done.
+
+    events: of each device, with what is asked of it.
+    """
+
+    events: list[tuple[arrivals.Streams, Any]] = field(default_factory=list)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all is there."""
+        self.events = [(streams, event) for streams, event in self.events if not streams.is_done(event)]
+        return not self.events
+
+    def wait(self) -> None:
+        """Return when all is there."""
+        while self.events:
+            streams, event = self.events.pop()
+            streams.wait(event)
+
+
 def stage(
     portion: Portion, plans: Sequence[LeafPlan], tensors: Sequence[torch.Tensor], memory: torch.Tensor, at: int
 ) -> None:
-    """Copy the portion's bytes out of the local tensors (any device) to `memory[at:]`; complete on return.
+    """`begin_staging`, complete on return."""
+    begin_staging(portion, plans, tensors, memory, at).wait()
+
+
+def begin_staging(
+    portion: Portion,
+    plans: Sequence[LeafPlan],
+    tensors: Sequence[torch.Tensor],
+    memory: torch.Tensor,
+    at: int,
+    streams: Callable[[torch.device], arrivals.Streams] = arrivals.Streams,
+) -> Landing:
+    """Copy the portion's bytes out of the local tensors (any device) to `memory[at:]` -> what of it may be under way.
 
     memory: uint8, host.  at: a multiple of 64. Plain memcpy on as many threads as torch has where both sides are
-    contiguous in host memory; strided tensors and devices go through torch.
+    contiguous in host memory; strided tensors go through torch. From a device: behind all that is launched on its
+    current stream, which follows; memory that is page-locked (`Arena.pin`) is not waited for.
     """
     moves: list[tuple[int, int, int]] = []  # addresses to and from, bytes
     into, source = [], []
@@ -162,11 +203,49 @@ def stage(
                 into.append(to.view(place))
                 source.append(box.view(leaf))
     _move(moves)
-    devices = {x.device for x in source if x.is_cuda}
-    if into:
-        copy_all(into, source, non_blocking=bool(devices))
-    for device in devices:
-        torch.cuda.synchronize(device)
+    if here := [pair for pair in zip(into, source, strict=True) if pair[1].is_cpu]:
+        copy_all(*map(list, zip(*here, strict=True)))
+    landing = Landing()
+    for device in dict.fromkeys(x.device for x in source if not x.is_cpu):
+        pairs = [pair for pair in zip(into, source, strict=True) if pair[1].device == device]
+        landing.events.append(_leave(streams(device), pairs))
+    return landing
+
+
+def _leave(
+    streams: arrivals.Streams, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[arrivals.Streams, Any]:
+    """Begin to copy tensors of a device into host memory, contiguous, (into, tensor) of each -> when they have left.
+
+    Strided elements are put in order on the device, some at a time in the same memory, which the stream keeps in turn.
+    """
+    stream, compute = streams.new(), streams.current()
+    streams.follow(stream, streams.mark(compute))
+    with streams.on(stream):
+        bounce: torch.Tensor | None = None
+        for into, x in pairs:
+            if x.is_contiguous():
+                streams.copy(into, x)
+                continue
+            bounce = streams.room(_BOUNCE_BYTES) if bounce is None else bounce
+            for to, part in _pieces(into, x, _BOUNCE_BYTES):
+                room = bounce[: part.nbytes].view(x.dtype).view(part.shape)
+                streams.copy(room, part)
+                streams.copy(to, room)
+        event = streams.mark(stream)
+    streams.follow(compute, event)  # so what is freed there is not taken before it has left, and needs no mark
+    return streams, event
+
+
+def _pieces(into: torch.Tensor, x: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors, of one shape, in pieces of at most so many bytes, each contiguous in the first."""
+    if x.nbytes <= most:
+        yield into, x
+        return
+    rows = max(1, most // (x.nbytes // x.shape[0]))
+    for start in range(0, x.shape[0], rows):
+        parts = into[start : start + rows], x[start : start + rows]
+        yield from [parts] if parts[1].nbytes <= most else _pieces(parts[0][0], parts[1][0], most)
 
 
 def require_as_staged(
@@ -176,12 +255,15 @@ def require_as_staged(
     tensors: Sequence[torch.Tensor],
     memory: torch.Tensor,
     at: int,
+    landing: Landing | None = None,
 ) -> None:
     """Raise RuntimeError, naming the leaf, if the state changed after `before`, the `signs` of then.
 
-    cut: what was staged since, the last of it at `memory[at:]`, where it still can be compared.
+    cut: what was staged since, the last of it at `memory[at:]`, where it still can be compared. landing: of that.
     """
     moved, written = compared(before, signs(tensors))
+    if written and landing is not None:
+        landing.wait()
     for slot in cut[-1].slots if written else ():
         if slot.leaf in written:  # or another part of a tensor that it is a view of
             again = torch.empty(slot.nbytes, dtype=torch.uint8)
