@@ -3,7 +3,8 @@
 Interpreter, imports and the compiled step survive, so this takes a fraction of a new start. The communicators are
 aborted and made again under the same names (`World.renew`). The state is read again: a step that donates has destroyed
 its own when it fails, and ranks fail at different places. A rank whose process is gone (SIGKILL) cannot come; then the
-others end, and torchrun starts all again.
+others end, and torchrun starts all again. So it is where only a new process helps: after an error of CUDA, which every
+later call repeats, and where memory was short, as one that goes on does not get all of it back.
 """
 
 import contextlib
@@ -70,9 +71,13 @@ class Restarts:
     def again(self, error: Exception, step: int, given_up: Callable[[], bool], began: bool = True) -> bool:
         """Whether the run goes on after this error, on all ranks; then the world is new. step: updates finished here.
 
-        False: the error is to be raised. given_up: whether the run is to end (a signal). began: whether the first
-        update is finished here; before it a rank goes on only after the fault of another, which has finished it.
+        False: the error is to be raised, with a note where a new process would go on. given_up: whether the run is to
+        end (a signal). began: whether the first update is finished here; before it a rank goes on only after the fault
+        of another, which has finished it.
         """
+        if fresh := needs_new_process(error):
+            error.add_note(fresh)
+            return False
         if self.rules is None or isinstance(error, FINAL) or not self._all_know(error, given_up, began):
             return False
         self.pulse.enter("restart", step)
@@ -114,6 +119,25 @@ class Restarts:
             if began and not lost_peer(error):  # one that was killed leaves no word
                 return self.pulse.report(f"{type(error).__name__}: {error}")
         return False
+
+
+def needs_new_process(error: BaseException | None) -> str:
+    """Why only a new process goes on after an error, or after one that it came from, and what to do; "": this may."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, torch.AcceleratorError):
+            return (
+                "The device is lost to this process: only a new one goes on (torchrun --max-restarts). With "
+                "CUDA_LAUNCH_BLOCKING=1 it names the line; an assert is mostly an id that a table does not have."
+            )
+        if isinstance(error, torch.OutOfMemoryError):
+            return (
+                "A new process begins with all of the memory (torchrun --max-restarts). For a step that needs less: "
+                "more microbatches, save='inputs', more ranks; python -m fmegatron.plan says what it takes."
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def started(path: Path, step: int, rules: Restart | None, world: World) -> None:

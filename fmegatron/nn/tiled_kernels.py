@@ -225,15 +225,19 @@ def _put(x, value, strides, b, h, start, ends):
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
 @_jit
+def _own_rows(heads, ROWS: tl.constexpr):
+    """(number in the batch, head, first row, rows) of what a program computes."""
+    head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS
+    return head // heads, head % heads, first, first + tl.arange(0, ROWS)
+
+
+@_jit
 def _forward(arrays, strides, how, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
     q_, k_, v_, o_, lse_ = arrays
     _, _, sizes, numbers = how
     H, G, S, T, width, values = sizes
-    head = tl.program_id(1).to(tl.int64)
-    b, h = head // H, head % H
+    b, h, first, i = _own_rows(H, M)
     g = h // (H // G)
-    first = tl.program_id(0) * M
-    i = first + tl.arange(0, M)
     q = _rows(q_, strides[0], b, h, first, (width, S), M, K)
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
@@ -265,11 +269,8 @@ def _backward_of_queries(arrays, strides, how, M: tl.constexpr, N: tl.constexpr,
     q_, k_, v_, do_, o_, dq_, lse_, sums_ = arrays
     _, _, sizes, numbers = how
     H, G, S, T, width, values = sizes
-    head = tl.program_id(1).to(tl.int64)
-    b, h = head // H, head % H
+    b, h, first, i = _own_rows(H, M)
     g = h // (H // G)
-    first = tl.program_id(0) * M
-    i = first + tl.arange(0, M)
     q = _rows(q_, strides[0], b, h, first, (width, S), M, K)
     do = _rows(do_, strides[3], b, h, first, (values, S), M, V)
     o = _rows(o_, strides[4], b, h, first, (values, S), M, V)
@@ -298,10 +299,7 @@ def _backward_of_keys(arrays, strides, how, M: tl.constexpr, N: tl.constexpr, K:
     q_, k_, v_, do_, dk_, dv_, lse_, sums_ = arrays
     _, _, sizes, numbers = how
     H, G, S, T, width, values = sizes
-    head = tl.program_id(1).to(tl.int64)
-    b, g = head // G, head % G
-    first = tl.program_id(0) * N
-    j = first + tl.arange(0, N)
+    b, g, first, j = _own_rows(G, N)
     k = _rows(k_, strides[1], b, g, first, (width, T), N, K)
     v = _rows(v_, strides[2], b, g, first, (values, T), N, V)
     dk = tl.zeros((N, K), tl.float32)

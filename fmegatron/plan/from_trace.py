@@ -6,7 +6,6 @@ wrappers run on fake tensors (`plan.wrapper`), layers first: an opaque node coun
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import time
@@ -56,7 +55,8 @@ class Exact:
     `timeline` is. phases: part of the step -> its peak above the arguments. depth: (layers asked for, layers scheduled)
     where the peak was continued from shallower models, else None. seconds: of the processor, that the plan took.
     device: whose code it is of, and launches what that launches, in which groups of ranks it sends (axes -> ranks);
-    None: the CPU.
+    None: the CPU. bound: how many times the peak of the order of the graph, which was counted, `transient` is, where
+    that of overlap is not known but for its limit.
     """
 
     mesh: Mesh
@@ -73,6 +73,7 @@ class Exact:
     device: Device | None = None
     kernels: tuple[Kernel, ...] = field(default=(), repr=False)
     groups: Mapping[str, int] = field(default_factory=dict)
+    bound: float | None = None
 
     @property
     def peak(self) -> int:
@@ -92,6 +93,11 @@ class Exact:
             f"{in_host(self.host)}"
         ]
         of = ""
+        if self.bound is not None:
+            lines.append(
+                f"  at most: {self.bound:g} times what is above state and batch in the order of the graph, which was "
+                "counted, since layers whose communication is moved do not add the same"
+            )
         if self.depth is not None:
             top = max(self.phases, key=self.phases.__getitem__)
             few = " and ".join(map(str, self.depth[1]))
@@ -203,18 +209,17 @@ def deep(
     alive; all must add the same, and the calls of the deeper graph be those of the shallower one with others put in.
     Before the first and behind the last layer (the update) it is what two depths say. Layers themselves are counted
     once. The bytes of the state are known at every depth, and must grow evenly up to `depth`. build(n) gives the
-    `step.Description` of n layers. few: None: 4 and 10, where these do not do 8 and 14. Other arguments are
-    those of `exact`. A depth that is no more than 3/2 of the larger of `few` is counted itself.
+    `step.Description` of n layers. few: None: 4 and 10, where these do not do 8 and 14. Where these do not either, as
+    what travels fills the room below the peak, the order of the graph is counted: with overlap the peak is at most
+    `Overlap.peak` of it (`Exact.bound`). Other arguments are those of `exact`. A depth that is no more than 3/2 of the
+    larger of `few` is counted itself.
 
     Raises ValueError where layers do not add the same, or none is a call of its own (`step.layers`, `model.loss`), so
     that nothing can be continued: plan all layers by `exact`.
     """
     how = _How(overlap, donate, patches, host_bytes, device)
     if few is None:
-        for one in _FEW[:-1]:
-            with contextlib.suppress(UnevenError):
-                return deep(build, depth, mesh, few=one, rank=rank, **how._asdict())
-        few = _FEW[-1]
+        return _deep_enough(build, depth, mesh, rank, how)
     few = tuple(few)
     if len(few) != 2 or few[0] < 4 or few[1] - few[0] < 4 or (few[1] - few[0]) % 2:
         raise ValueError(
@@ -260,6 +265,25 @@ def deep(
         host=on_host,
         kernels=done,
     )
+
+
+def _deep_enough(build: Callable[[int], Description], depth: int, mesh: Mesh, rank: int, how: _How) -> Exact:
+    """`deep` of the first depths that do; else of the order of the graph, above which overlap takes so much at most."""
+    uneven: UnevenError | None = None
+    for few in _FEW:
+        try:
+            return deep(build, depth, mesh, few=few, rank=rank, **how._asdict())
+        except UnevenError as error:
+            uneven = uneven or error
+    assert uneven is not None, "none of them does"
+    most = schedule.overlap_of(how.overlap)
+    if most is None or most.peak is None or mesh.size == 1:
+        raise uneven
+    try:
+        found = deep(build, depth, mesh, rank=rank, **how._replace(overlap=False)._asdict())
+    except UnevenError:
+        raise uneven from None
+    return replace(found, transient=math.ceil(most.peak * found.transient), bound=most.peak)
 
 
 def _of_layers(shallow: _Calls, deeper: _Calls, layers: int, missing: int, top: float) -> dict[str, float]:

@@ -1,9 +1,9 @@
-"""Copies of parameters from host memory, begun one bucket ahead of their use.
+"""Copies from host memory, of parameters and of what layers keep there, begun one bucket ahead of their use.
 
-In a lowered graph each copy stands where `step.regather` has put it, before its use. Here those that stand together are
-a bucket. Its memory on the device is made and its copies begin when the bucket before it has arrived, so that they
-travel while the device computes with that one; before the first use the device waits for them. At most two buckets are
-there, the one that is used and the next.
+In a lowered graph each copy stands before its use, where `step.regather` has put it, or before the backward of its
+layer. Here those that stand together are a bucket. Its memory on the device is made and its copies begin when the
+bucket before it has arrived, so that they travel while the device computes with that one; before the first use the
+device waits for them. At most two buckets are there, the one that is used and the next.
 
 Begin and wait are operators that write into the memory of the bucket and return nothing, so no compiler takes it for
 free between the two, or reads it before the second: a wait that returned what it was given would allow both.
@@ -13,28 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from fmegatron.step import buckets
-from fmegatron.step.copied import is_copied
-from fmegatron.step.graph.nodes import is_light, node_of
+from fmegatron.step.graph.nodes import is_light, node_of, written_by
+from fmegatron.step.leaving import is_brought
 from fmegatron.step.lower import copy_module
-from fmegatron.step.operators import defined, free_name
+from fmegatron.step.operators import Begun
 
 __all__ = ["Arriving", "arriving"]
 
 _NAMESPACE = "fmegatron_step"
-
-
-class _Operator:
-    """An operator that stands for a function of lists of tensors and returns nothing, for as long as this lives."""
-
-    def __init__(self, name: str, run: Callable, schema: str):
-        self.run = run
-        self.op, self.library = defined(_NAMESPACE, free_name(f"{name}_", _NAMESPACE), self, None, schema)
 
 
 class Arriving:
@@ -44,8 +36,8 @@ class Arriving:
     def __init__(self, device: torch.device, name: str):
         self.device = device
         self._copies: buckets.Copies | None = None
-        self.begin = _Operator(f"begin_{name}", self._begin, "(Tensor(a!)[] rooms, Tensor[] sources) -> ()")
-        self.wait = _Operator(f"wait_{name}", self._wait, "(Tensor(a!)[] rooms) -> ()")
+        self.begin = Begun(f"begin_{name}", self._begin, "(Tensor(a!)[] rooms, Tensor[] sources) -> ()")
+        self.wait = Begun(f"wait_{name}", self._wait, "(Tensor(a!)[] rooms) -> ()")
 
     @property
     def copies(self) -> buckets.Copies:
@@ -64,9 +56,10 @@ class Arriving:
 
 
 def arriving(graph_module: fx.GraphModule, host_bytes: int) -> fx.GraphModule:
-    """A copy of a lowered graph whose copies of parameters travel by buckets of at most `host_bytes`, or of one array,
-    each begun when the one before it has arrived; a graph without such copies is returned as it is."""
-    if not any(map(is_copied, graph_module.graph.nodes)):
+    """A copy of a lowered graph whose copies from host memory travel by buckets of at most `host_bytes`, or of one
+    array, each begun when the one before it has arrived, or when what it copies is there, if that is later; a graph
+    without such copies is returned as it is."""
+    if not any(map(is_brought, graph_module.graph.nodes)):
         return graph_module
     module = copy_module(graph_module)
     graph, found = module.graph, list(_buckets(module.graph, host_bytes))
@@ -74,12 +67,16 @@ def arriving(graph_module: fx.GraphModule, host_bytes: int) -> fx.GraphModule:
     digest = hashlib.sha256(graph_module.code.encode()).hexdigest()[:16]
     run = Arriving(found[0][0].meta["val"].device, digest)
     laid: dict[fx.Node, fx.Node] = {}
-    begin_at = found[0][0]
+    begin_at, before = found[0][0], node_of(found[0][0].args[1])
     for bucket in found:
+        ready = max((_written(node, position) for node in bucket), key=lambda node: position[node])
+        begin_at = begin_at if position[ready] < position[begin_at] else ready.next
+        on = node_of(bucket[0].args[1])  # which says the device
+        on, before = on if position[on] < position[begin_at] else before, on
         values = [node.meta["val"] for node in bucket]
         with graph.inserting_before(begin_at):
             sources = [_there(graph, node_of(node.args[0]), position[begin_at], position, laid) for node in bucket]
-            rooms = graph.call_function(torch.ops.fmegatron_step.rooms.default, (sources, bucket[0].args[1]))
+            rooms = graph.call_function(torch.ops.fmegatron_step.rooms.default, (sources, on))
             rooms.meta |= {"val": values, "at": bucket[0].meta.get("at", "?"), "keeps": run}
             items = [graph.call_function(operator.getitem, (rooms, i)) for i in range(len(values))]
             begin = graph.call_function(run.begin.op, (items, sources))
@@ -108,16 +105,23 @@ def _buckets(graph: fx.Graph, host_bytes: int) -> Iterator[list[fx.Node]]:
     """Copies between which nothing is computed, of at most so many bytes together."""
     bucket, size = list[fx.Node](), 0
     for node in graph.nodes:
-        nbytes = node.meta["val"].nbytes if is_copied(node) else 0
-        ends = not is_copied(node) and not is_light(node)
+        nbytes = node.meta["val"].nbytes if is_brought(node) else 0
+        ends = not is_brought(node) and not is_light(node)
         if bucket and (ends or size + nbytes > host_bytes):
             yield bucket
             bucket, size = [], 0
-        if is_copied(node):
+        if is_brought(node):
             bucket.append(node)
             size += nbytes
     if bucket:
         yield bucket
+
+
+def _written(copy: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
+    """The last node before a copy that writes what it copies; the first of the graph, an argument, where none does."""
+    source = node_of(copy.args[0])
+    writers = [user for user in source.users if source in written_by(user) and position[user] < position[copy]]
+    return max(writers, key=lambda user: position[user], default=next(iter(position)))
 
 
 def _there(

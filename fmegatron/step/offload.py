@@ -2,8 +2,9 @@
 
 `fetched` and `stored` are for state that is at rest there, which the pass `step.streamed` moves piece by piece, and
 `brought` for parameters, whose copies `step.regather` puts before their uses and `step.arriving` begins one bucket
-earlier. The copies of activations run on the stream that computes, from and to page-locked memory: the host does not
-wait, no buffer is used again before its copy is done, and a layer takes longer by the time of its copies over the bus.
+earlier. The copies of activations run beside the next layer (`step.leaving`), and back beside the layer before: on
+streams of their own, from and to page-locked memory, and no buffer is used again before its copy is done. Those of a
+stage of a pipeline, whose backward is a graph of its own, leave on the stream that computes.
 Without CUDA they are plain copies, which save nothing and are for tests; on CUDA they were not run yet.
 Rajbhandari et al. 2021 (ZeRO-Infinity, arXiv 2104.07857, section 5.1.2) offload activations of checkpointed layers so.
 """

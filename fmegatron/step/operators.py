@@ -6,13 +6,22 @@ import functools
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fmegatron.step.graph.nodes import OPAQUE
 
-__all__ = ["defined", "existing", "free_name"]
+__all__ = ["Begun", "defined", "existing", "free_name"]
+
+
+class Begun:
+    """An operator that stands for a function of lists of tensors and returns nothing, for as long as this lives."""
+
+    def __init__(self, name: str, run: Callable, schema: str):
+        self.run = run
+        self.op, self.library = defined("fmegatron_step", free_name(f"{name}_", "fmegatron_step"), self, None, schema)
 
 
 def defined(

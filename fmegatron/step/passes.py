@@ -13,9 +13,9 @@ from torch import fx
 from fmegatron.collectives import World
 from fmegatron.step.arriving import arriving
 from fmegatron.step.compile import IN_ORDER, compile_graph
-from fmegatron.step.copied import is_copied
 from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, opaque_entries
+from fmegatron.step.leaving import leaving, moves
 from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap.gathers import units
 from fmegatron.step.overlap.schedule import KEEP_ORDER, KEEP_WAITS, Overlap, hides, overlapped, planned_peak
@@ -84,7 +84,7 @@ class Program:
         overlap, order = self.target.overlap, {}
         if overlap is not None and overlap.reorders and hides(self.stages["overlap"].graph.nodes):
             order = overlap.options
-        elif any(map(is_copied, self.stages["lower"].graph.nodes)):
+        elif any(map(moves, self.stages["lower"].graph.nodes)):
             order = KEEP_ORDER
         elif units(self.stages["lower"].graph):
             order = KEEP_WAITS
@@ -137,11 +137,11 @@ def _overlapped(graph_module: fx.GraphModule, program: Program) -> fx.GraphModul
 
 
 def _streamed(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:
-    """What updates leaves in host memory is one node, which does it piece by piece; parameters that are there come one
-    bucket ahead of their use."""
+    """What updates leaves in host memory is one node, which does it piece by piece; what layers keep there leaves while
+    the next one is computed, and it and parameters that are there come one bucket ahead of their use."""
     target = program.target
     how = How(target.backend, target.patches, target.host_bytes)
-    return arriving(streamed(graph_module, program.donated, how, program.fake_mode), target.host_bytes)
+    return arriving(leaving(streamed(graph_module, program.donated, how, program.fake_mode)), target.host_bytes)
 
 
 def _written_back(graph_module: fx.GraphModule, program: Program) -> fx.GraphModule:

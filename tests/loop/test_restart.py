@@ -80,6 +80,35 @@ def test_one_that_has_not_begun_goes_on_after_the_fault_of_another():
     assert not alone.again(own, 0, lambda: False, began=False)
 
 
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (torch.AcceleratorError, "The device is lost to this process: only a new one .*CUDA_LAUNCH_BLOCKING=1"),
+        (torch.OutOfMemoryError, "A new process begins with all of the memory .*--max-restarts"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_device_that_is_lost_is_no_restart_in_the_process(kind, says, size):
+    """Its ranks would wait for one that fails again in every call. The errors that it caused know it too."""
+    pulse, world = Pulse(rank=0), World(Mesh(dp=size), 0, torch.device("cpu"))
+    pulse.opened(HashStore())
+    world.renew = lambda *_: pytest.fail("it waits for the others")
+    for wrapped in (False, True):
+        error = caused(kind("CUDA error: device-side assert triggered")) if wrapped else kind("CUDA error")
+        assert not Restarts(Restart(), world, pulse).again(error, 3, lambda: False)
+        assert re.match(says, error.__notes__[0]) and pulse.fault() is None
+
+
+def caused(error):
+    try:
+        try:
+            raise error
+        except RuntimeError as found:
+            raise ValueError("what came of it") from found
+    except ValueError as found:
+        return found
+
+
 def test_starts_that_get_no_further_are_counted(tmp_path, monkeypatch):
     """Of one job; whoever starts it by hand begins to count anew."""
     path, world, rules = tmp_path / "starts.json", World.alone("cpu"), Restart(2)

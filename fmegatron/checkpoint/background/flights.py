@@ -43,7 +43,7 @@ class Flights:
         self.process: WriterProcess | None = None
         self.closed = False
         self._seen, self._since = None, 0.0  # the last sign of progress, and when
-        self._landing: list[tuple[Handle, Landing, dict[str, Any]]] = []  # what the writer is not told yet
+        self._landing: list[tuple[Handle, Landing, dict[str, Any]]] = []  # of the writer, later
         self._owner = os.getpid()
         self._end = weakref.finalize(self, _forgotten, self.pending, self._owner)
 

@@ -3,8 +3,8 @@
 Both processes compute the same places from the same plan, so no addresses travel. Only what this rank writes is copied:
 of a leaf with replicas its own chunks, one after another, otherwise the full local tensor.
 
-What is on a device leaves it on a stream of its own, and nobody waits on the host: what is computed next, which may
-write into donated memory, follows these copies on the device, and the writer process hears of them when they are done.
+What is on a device leaves it on a stream of its own, and the host does not wait: what is computed next, which may write
+into donated memory, follows these copies on the device, and the writer process hears of them when they are done.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def files(chunks: Mapping[int, Chunks], plans: Sequence[LeafPlan]) -> Iterator[l
 
 @dataclass
 class Landing:
-    """Copies from devices that may be under way: nobody reads or moves the memory that they fill before they are done.
+    """Copies from devices that may be under way: the memory that they fill is read, or moved, when they are done.
 
     events: of each device, with what is asked of it.
     """
