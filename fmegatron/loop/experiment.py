@@ -93,9 +93,14 @@ class Experiment:
             skips = faults.nonfinite == "skip" or (faults.spike.factor and faults.spike.then == "skip")
             how = {"backend": options.backend, "overlap": options.overlap}
             donated = () if skips else 0  # what is skipped needs the state of before
+            if skips and options.cuda_graph:
+                raise UsageError(
+                    "--run.cuda_graph: got it with updates that are skipped, which need the state of before, wanted a "
+                    "state that is updated in place; leave one out, or skip in the step: optim.skip_nonfinite"
+                )
             run = Run(
                 options.folder,
-                step.jit(described.function, donate=donated, world=world, **how),
+                step.jit(described.function, donate=donated, world=world, cuda_graph=options.cuda_graph, **how),
                 described,
                 world=world,
                 settings=Settings(config, kept=kept),

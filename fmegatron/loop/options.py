@@ -150,6 +150,7 @@ class Options:
     allow: tuple[str, ...] = field((), resume="free")  # fields and facts that may differ from the run that is resumed
     backend: Literal["inductor", "compile", "aot_eager", "eager"] = field("inductor", resume="named")  # of step.jit
     overlap: bool = field(True, resume="named")  # collectives run beside computation; false: the order of the graph
+    cuda_graph: bool = field(False, resume="free")  # a step is launched as one graph of CUDA, from the third on
     deterministic: bool = field(False, resume="named")  # the same bits in every process of a machine
     log: Log = field(Log(), resume="free")
     memory: Memory = field(Memory(), resume="free")

@@ -62,6 +62,7 @@ MORE: Mapping[str, dict] = {
     "qwen3_moe": QWEN_EXPERT,
 }
 MEMORIES = ("device", "host", "host-update")
+PAIR_ROWS = 512  # from each rank of experts to each, of 704 tokens
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 EIGHT = [("adam/m", contrib.int8(fit=True)), ("adam/v", contrib.float8(root=True, fit=True))]
 OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
@@ -132,6 +133,8 @@ def _spread() -> list[dict]:
             value = min(possible, key=lambda value: used[name, value])
             used[name, value] += 1
             case = {**case, name: value}
+        if number % 2 and case["axes"].startswith("ep"):
+            case["pair_rows"] = PAIR_ROWS
         cases.append(case)
     return cases
 
@@ -169,7 +172,7 @@ def left_out(cases: Sequence[Mapping]) -> list[str]:
     has = {item for case in cases for item in case.items()}
     wanted = {(name, value) for name, values in (OPTIONS | SPREAD).items() for value in values}
     wanted |= {("family", name) for name in FAMILIES} | {("axes", form) for form in FORMS}
-    wanted |= {("strategy", name) for name in strategies()}
+    wanted |= {("strategy", name) for name in strategies()} | {("pair_rows", PAIR_ROWS)}
     pairs_ = {frozenset(two) for case in cases for two in itertools.combinations(case.items(), 2)}
     possible = (
         frozenset(two)
@@ -212,8 +215,8 @@ class Promise(NamedTuple):
     """Of a case on an H100.
 
     kernels: of its attention, "cudnn", "flash", "efficient", "tiled". waits: whether the host waits in the step: for
-    counts of rows that experts exchange, and for products of fp32 groups. Nowhere is a value for each pair of
-    positions, scores or a mask.
+    counts of rows that experts exchange, where these are not fixed, and for products of fp32 groups. Nowhere is a value
+    for each pair of positions, scores or a mask.
     """
 
     kernels: frozenset[str]
@@ -223,7 +226,7 @@ class Promise(NamedTuple):
 def promise(case: Mapping) -> Promise:
     """What a case is to be on an H100, with torch's builds for CUDA 13."""
     family, mask, axes, wide = case["family"], case["mask"], case["axes"], case["precision"] == "fp32"
-    waits = family in EXPERTS and (axes == "ep fsdp" or wide)
+    waits = family in EXPERTS and ((axes == "ep fsdp" and "pair_rows" not in case) or wide)
     ring = axes in FORMS and axes not in ("ulysses", "gathered")
     tiled = mask in ("caps", "dropout", "documents", "window") or family == "mistral" or family == "gemma2"
     tiled |= axes in ("gathered", "ulysses") or (ring and "balanced" not in axes)
@@ -247,7 +250,8 @@ def decoder_of(case: Mapping) -> model.Decoder:
     sequence = case["axes"] == "tp sequence"
     of = family_of(config).decoder(config, precision=precision, sequence_parallel=sequence)
     fields = {**MASKS[case["mask"]], **({"context": case["axes"]} if case["axes"] in FORMS else {})}
-    return with_fields(of, **fields, **({"ep": ("ep",)} if "ep" in case["axes"] else {}))
+    experts = {"ep": ("ep",), "pair_rows": case.get("pair_rows")} if "ep" in case["axes"] else {}
+    return with_fields(of, **fields, **experts)
 
 
 def with_fields(of: model.Decoder, **fields) -> model.Decoder:

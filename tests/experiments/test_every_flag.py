@@ -12,6 +12,7 @@ import pytest
 
 from experiments import shakespeare
 from fmegatron import checkpoint, data, loop
+from fmegatron.loop.config import UsageError
 from fmegatron.loop.events import read_events
 from fmegatron.loop.flags import parse
 from fmegatron.loop.sources import fields_of
@@ -182,6 +183,19 @@ def test_the_order_of_the_graph(tmp_path):
         assert isinstance(run.step, Jitted) and (run.step.target.overlap is not None) == overlaps
 
 
+GRAPH = "--run.cuda_graph"
+
+
+def test_a_graph_of_cuda(tmp_path):
+    """The step has it; where there is no CUDA, its first call says so. Skipped updates do not go with it."""
+    run, _ = shakespeare.experiment.prepare(parse(command(tmp_path, GRAPH), shakespeare.Config))
+    assert isinstance(run.step, Jitted) and run.step.cuda_graph
+    with pytest.raises(UsageError, match="--run.cuda_graph: got it with updates that are skipped"):
+        shakespeare.experiment.prepare(
+            parse(command(tmp_path, f"{GRAPH} --run.faults.nonfinite=skip"), shakespeare.Config)
+        )
+
+
 @pytest.mark.medium
 def test_a_step_that_cannot_fit_ends_before_anything_is_written(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -197,6 +211,6 @@ def test_a_step_that_cannot_fit_ends_before_anything_is_written(tmp_path, capsys
 def test_no_option_is_left_out():
     """Of all flags of a run each is in a test of this file, or named as one of another's."""
     until = (flags for flags, _, _ in UNTIL)
-    text = "".join([SEEN, ALONE, LAST, TWO, ORDER, *until, "run.memory.plan run.faults.patience"])
+    text = "".join([SEEN, ALONE, LAST, TWO, ORDER, GRAPH, *until, "run.memory.plan run.faults.patience"])
     names = [one.name for one in fields_of(shakespeare.Config()) if one.name.startswith("run.")]
     assert [name for name in names if not re.search(rf"{re.escape(name)}\b", text)] == []

@@ -44,6 +44,7 @@ OTHERS = {
     "run.allow": ("heads", "data"),
     "run.backend": "eager",
     "run.overlap": False,
+    "run.cuda_graph": True,
     "run.deterministic": True,
     "run.log.every": 3,
     "run.log.eval_every": 4,
