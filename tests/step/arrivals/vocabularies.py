@@ -3,7 +3,7 @@
 import torch
 
 from fmegatron import step
-from fmegatron.collectives import all_gather, axis_index, enter, pmax, psum, shard
+from fmegatron.collectives import all_gather, axis_index, enter, pmax, ppermute, psum, shard
 from tests.step.arrivals.frame import descend, loss_of, sgd, step_of, summed
 
 TOKENS = {"emb": "24,8", "one": "8,24", "two": "8,24"}
@@ -64,12 +64,13 @@ def two_tokens(axes, how):
             (value, _), grads = step.value_and_grad(as_means)(w, b)
             return sgd(w, step.reduce_gradients(grads)), {"loss": value}
         if how == "weighed_late":
-            (sums, counts), grads = [], []
-            for head, ahead in (("one", 1), ("two", 2)):
-                (total, count), more = step.value_and_grad(lambda w, b, h=head, a=ahead: (lambda t: (t[0], t[1]))(nll(w, b, h, a)))(w, b)
-                sums, counts, grads = [*sums, psum(total, data)], [*counts, psum(count, data)], [*grads, summed(more, data)]
-            after = sgd(sgd(w, grads[0], 0.1 / counts[0]), grads[1], 0.03 / counts[1])
-            return after, {"loss": sums[0] / counts[0] + 0.3 * sums[1] / counts[1]}
+            after, loss = w, 0.0
+            for head, ahead, weight in (("one", 1, 1.0), ("two", 2, 0.3)):
+                (total, count), grads = step.value_and_grad(nll)(w, b, head, ahead)
+                count = psum(count, data)
+                after = sgd(after, summed(grads, data), 0.1 * weight / count)
+                loss = loss + weight * psum(total, data) / count
+            return after, {"loss": loss}
         (value, _), grads = step.value_and_grad(part)(w, b)
         reduced = summed(grads, data)
         if how == "unreduced_head":
@@ -82,8 +83,6 @@ def two_tokens(axes, how):
 @step_of("cp2 cp3 dp2·cp2", TOKENS, "gathered permuted", "rolled_here cut_here wrong_neighbour@cp3 own_slice_of_none")
 def shifted_targets(axes, how):
     """The next token of a rank's last one is another rank's first."""
-    from fmegatron.collectives import ppermute
-
     data, cp = axes["dp", "cp"], axes["cp"]
 
     def part(w, b):
@@ -150,7 +149,7 @@ def uneven_vocabulary(axes, how):
     return train_step
 
 
-@loss_of("dp2 dp3 fsdp2", {"up": "8,12", "bias": "12"}, "sum_and_count alpha_of_all", "own_alpha own_mean hardest_own")
+@loss_of("dp2 dp3 fsdp2", {"up": "8,12", "bias": "12"}, "sum_and_count alpha_of_all", "own_alpha own_mean hardest_own@dp3")
 def focal(axes, how):
     """Focal loss with rows that weigh nothing, and a factor for classes that are rare."""
     data = axes[axes.data]
