@@ -83,7 +83,7 @@ def window(axes, how):
     return lambda w, b: descend(part, w, b, data)
 
 
-@step_of("cp2 cp3", {"gate": "8,8", "into": "8,8"}, "carried gathered", "no_carry carry_undecayed last_rank_only@cp3 carry_of_gathered_all")
+@step_of("cp2 cp3", {"gate": "8,8", "into": "8,8"}, "carried gathered", "no_carry carry_undecayed last_rank_only@cp3 carry_of_gathered_all gathered_and_sharded")
 def gated_scan(axes, how):
     """h = a h + u: each rank scans its part, and carries on what the ranks before have left."""
     cp = axes["cp"]
@@ -98,8 +98,10 @@ def gated_scan(axes, how):
     def part(w, b):
         x = b["seq"]
         a, u = torch.sigmoid(x @ w["gate"]), x @ w["into"]
-        if how == "gathered":
-            h = shard(scan(all_gather(a, cp, 1), all_gather(u, cp, 1)), cp, 1)
+        if how in ("gathered", "gathered_and_sharded"):
+            h = scan(all_gather(a, cp, 1), all_gather(u, cp, 1))
+            # the transpose of shard brings the whole gradient to all ranks, which then is summed n times
+            h = shard(h, cp, 1) if how == "gathered_and_sharded" else h.index_select(1, positions(x, cp))
         else:
             h, decay = scan(a, u), a.cumprod(1)
             ends = all_gather(torch.stack([decay[:, -1], h[:, -1]])[None], cp, 0)
