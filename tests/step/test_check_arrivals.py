@@ -5,10 +5,11 @@ import pytest
 from fmegatron import step, tree
 from fmegatron.layout import Mesh
 from fmegatron.testing import parity
-from tests.step.arrivals import frame
+from tests.step.arrivals import estimates, frame, lengths, pieces, policies, pretexts, steppers, vocabularies
 
 CASES = [(arrival, mesh) for arrival in frame.ARRIVALS for mesh in arrival.meshes]
 NAMES = [f"{arrival.name}-{mesh}" for arrival, mesh in CASES]
+MODULES = (estimates, lengths, pieces, policies, pretexts, steppers, vocabularies)
 DEFAULT = {"lion.scattered-dp2", "lion.own_slice-dp2"}
 # Pairs of which the check says what is not so.
 WRONG_VERDICTS: dict[str, str] = {}

@@ -125,7 +125,9 @@ def _specs(mesh: Mesh, arrays: dict, strategy: DataParallel | None):
     texts = dict(zip(tree.paths(arrays), tree.leaves(arrays), strict=True))
     dims = {path: [one.partition("@") for one in text.rstrip(" +").split(",") if one] for path, text in texts.items()}
     rules = [(re.escape(path), tuple(axis or None for _, _, axis in of)) for path, of in dims.items()]
-    shapes = tree.map(lambda text: tuple(int(one.partition("@")[0]) for one in text.rstrip(" +").split(",") if one), arrays)
+    shapes = tree.map(
+        lambda text: tuple(int(one.partition("@")[0]) for one in text.rstrip(" +").split(",") if one), arrays
+    )
     positive = [(re.escape(path), tree.Uniform(0.5, 1.5)) for path, text in texts.items() if text.endswith("+")]
     return tree.specs(shapes, mesh, rules, [*positive, (".*", tree.Normal(0.5))], strategy=strategy)
 

@@ -24,7 +24,10 @@ def rotated(x, at):
 
 
 @step_of(
-    "cp2 cp3 dp2·cp2", ATTENTION, "gathered rotated_late", "positions_from_zero mask_from_zero own_keys keys_not_rotated_by_owner"
+    "cp2 cp3 dp2·cp2",
+    ATTENTION,
+    "gathered rotated_late",
+    "positions_from_zero mask_from_zero own_keys keys_not_rotated_by_owner",
 )
 def rope(axes, how):
     """Causal attention with rotary positions by hand, keys and values of all ranks gathered."""
@@ -54,7 +57,12 @@ def rope(axes, how):
     return lambda w, b: descend(part, w, b, data)
 
 
-@step_of("cp2 cp3 dp2·cp2", {"taps": "3,8", "mix": "8,8"}, "halo gathered", "zeros_before wrong_side@cp3 first_masked_everywhere own_rows_of_gathered")
+@step_of(
+    "cp2 cp3 dp2·cp2",
+    {"taps": "3,8", "mix": "8,8"},
+    "halo gathered",
+    "zeros_before wrong_side@cp3 first_masked_everywhere own_rows_of_gathered",
+)
 def window(axes, how):
     """A causal window of three tokens, whose first two are the rank's before."""
     data, cp = axes["dp", "cp"], axes["cp"]
@@ -83,7 +91,12 @@ def window(axes, how):
     return lambda w, b: descend(part, w, b, data)
 
 
-@step_of("cp2 cp3", {"gate": "8,8", "into": "8,8"}, "carried gathered", "no_carry carry_undecayed last_rank_only@cp3 carry_of_gathered_all gathered_and_sharded")
+@step_of(
+    "cp2 cp3",
+    {"gate": "8,8", "into": "8,8"},
+    "carried gathered",
+    "no_carry carry_undecayed last_rank_only@cp3 carry_of_gathered_all gathered_and_sharded",
+)
 def gated_scan(axes, how):
     """h = a h + u: each rank scans its part, and carries on what the ranks before have left."""
     cp = axes["cp"]
@@ -122,7 +135,12 @@ def gated_scan(axes, how):
     return lambda w, b: descend(part, w, b, cp)
 
 
-@step_of("cp2 cp3", {"emit": "8,6"}, "shares own_gradient", "counted_on_each own_alignment gradient_psummed_of_shares ends_of_own")
+@step_of(
+    "cp2 cp3",
+    {"emit": "8,6"},
+    "shares own_gradient",
+    "counted_on_each own_alignment gradient_psummed_of_shares ends_of_own",
+)
 def alignment(axes, how):
     """A CTC-like loss: the log-sum-exp over all monotone ways through six states, on gathered emissions."""
     cp = axes["cp"]
@@ -159,7 +177,12 @@ def alignment(axes, how):
     return train_step
 
 
-@step_of("cp2 cp3 dp2·cp2", {"router": "8", "up": "8,12", "down": "12,8"}, "of_all", "own_share own_threshold threshold_averaged")
+@step_of(
+    "cp2 cp3 dp2·cp2",
+    {"router": "8", "up": "8,12", "down": "12,8"},
+    "of_all",
+    "own_share own_threshold threshold_averaged",
+)
 def depths(axes, how):
     """Mixture of depths: four of a sequence's twelve tokens go through the block."""
     data, cp = axes["dp", "cp"], axes["cp"]
@@ -181,7 +204,12 @@ def depths(axes, how):
     return lambda w, b: descend(part, w, b, data)
 
 
-@step_of("cp2 cp3 dp2·cp2", {"emb": "24,8", "out": "8,24"}, "counted_over_ranks looked_up_gathered", "own_lengths own_documents length_averaged")
+@step_of(
+    "cp2 cp3 dp2·cp2",
+    {"emb": "24,8", "out": "8,24"},
+    "counted_over_ranks looked_up_gathered",
+    "own_lengths own_documents length_averaged",
+)
 def packed(axes, how):
     """Each packed document counts once, however long; some of them go on on the next rank."""
     data, cp = axes["dp", "cp"], axes["cp"]
@@ -239,7 +267,12 @@ def pooled(axes, how):
     return train_step
 
 
-@step_of("cp2 cp3", {"value": "8", "more": "8,8"}, "gathered suffixes", "own_part first_part_of_all carry_undiscounted future_of_all")
+@step_of(
+    "cp2 cp3",
+    {"value": "8", "more": "8,8"},
+    "gathered suffixes",
+    "own_part first_part_of_all carry_undiscounted future_of_all",
+)
 def returns(axes, how):
     """Discounted returns, the last token first, as targets of a value head."""
     cp = axes["cp"]

@@ -17,7 +17,10 @@ LORA = {"up": "8,12@tp", "a": "8,4", "b": "4,12@tp", "down": "12@tp,8", "c": "12
 
 
 @step_of(
-    "tp2 tp3", LORA, "entered whole_factor_behind_the_sum", "first_not_entered second_before_sum rank_not_summed base_and_factor_apart"
+    "tp2 tp3",
+    LORA,
+    "entered whole_factor_behind_the_sum",
+    "first_not_entered second_before_sum rank_not_summed base_and_factor_apart",
 )
 def adapters(axes, how):
     """LoRA on a column-parallel and a row-parallel matrix; the base is frozen."""
@@ -71,7 +74,12 @@ def generated(axes, how):
     return lambda w, b: descend(part, w, b, dp)
 
 
-@step_of("tp2 tp3 dp2·tp2", {"up": "8,12@tp", "v": "12@tp,8", "g": "8"}, "squares_summed gain_late", "own_norm norm_not_entered norms_summed")
+@step_of(
+    "tp2 tp3 dp2·tp2",
+    {"up": "8,12@tp", "v": "12@tp,8", "g": "8"},
+    "squares_summed gain_late",
+    "own_norm norm_not_entered norms_summed",
+)
 def weight_norm(axes, how):
     """A matrix whose columns have length g, and whose rows are split."""
     dp, tp = axes["dp"], axes["tp"]
@@ -95,7 +103,12 @@ def weight_norm(axes, how):
     return lambda w, b: descend(part, w, b, dp)
 
 
-@step_of("tp2 tp3", {"w": "12@tp,8", "out": "12@tp,8", "u": "12@tp", "v": "8"}, "iterated", "v_own u_norm_own sigma_own sigma_not_entered")
+@step_of(
+    "tp2 tp3",
+    {"w": "12@tp,8", "out": "12@tp,8", "u": "12@tp", "v": "8"},
+    "iterated",
+    "v_own u_norm_own sigma_own sigma_not_entered",
+)
 def spectral(axes, how):
     """A matrix over its largest singular value, by one turn of power iteration each step."""
     tp = axes["tp"]
@@ -156,7 +169,10 @@ def members(axes, how):
 
 
 @loss_of(
-    "dp2 dp3 fsdp2", NET, "by_sample by_number", "by_row_here scaled_by_kept half_of_rows",
+    "dp2 dp3 fsdp2",
+    NET,
+    "by_sample by_number",
+    "by_row_here scaled_by_kept half_of_rows",
     samples=True,
 )
 def dropped(axes, how):
@@ -181,7 +197,12 @@ def dropped(axes, how):
     return loss_fn
 
 
-@step_of("tp2 tp3 dp2·tp2", {"q": "8,8", "keys": "24@tp,8", "values": "24@tp,8"}, "combined", "own_softmax own_top mean_of_answers denominators_own")
+@step_of(
+    "tp2 tp3 dp2·tp2",
+    {"q": "8,8", "keys": "24@tp,8", "values": "24@tp,8"},
+    "combined",
+    "own_softmax own_top mean_of_answers denominators_own",
+)
 def memory(axes, how):
     """A bank of 24 keys and values that is split: each rank answers for its part, and the parts are combined."""
     dp, tp = axes["dp"], axes["tp"]
@@ -205,7 +226,12 @@ def memory(axes, how):
     return lambda w, b: descend(part, w, b, dp)
 
 
-@step_of("tp2 tp3", {"weight": "12@tp", "mean": "12@tp,8", "scale": "12@tp +"}, "log_sum", "weights_of_own sum_of_logs largest_own entropy_of_own")
+@step_of(
+    "tp2 tp3",
+    {"weight": "12@tp", "mean": "12@tp,8", "scale": "12@tp +"},
+    "log_sum",
+    "weights_of_own sum_of_logs largest_own entropy_of_own",
+)
 def gaussians(axes, how):
     """The likelihood of a mixture whose twelve components are split."""
     tp = axes["tp"]
@@ -259,8 +285,10 @@ def tied(axes, how):
 
 
 @step_of(
-    "tp2 tp3", {"up": "8,12@tp", "gain": "12@tp", "small": "12@tp,4", "large": "4,12@tp", "down": "12@tp,8"},
-    "normed", "own_mean own_count statistics_not_entered squeeze_own gate_not_entered",
+    "tp2 tp3",
+    {"up": "8,12@tp", "gain": "12@tp", "small": "12@tp,4", "large": "4,12@tp", "down": "12@tp,8"},
+    "normed",
+    "own_mean own_count statistics_not_entered squeeze_own gate_not_entered",
 )
 def channels(axes, how):
     """A layer norm over channels that are split, and a squeeze-and-excite gate over them."""

@@ -31,7 +31,12 @@ def masked_parts(axes, how):
 BOOK = {"book": "8,8", "usage": "8 +", "sums": "8,8"}
 
 
-@step_of("dp2 dp3 dp2·fsdp2", BOOK, "summed gathered@dp2,dp3", "own_usage own_sums averaged_usage one_axis@dp2·fsdp2 perplexity_of_own")
+@step_of(
+    "dp2 dp3 dp2·fsdp2",
+    BOOK,
+    "summed gathered@dp2,dp3",
+    "own_usage own_sums averaged_usage one_axis@dp2·fsdp2 perplexity_of_own",
+)
 def codebook(axes, how):
     """A codebook that follows the mean of what chose each code, by averages of counts and sums."""
     data = axes["dp", "fsdp"]
@@ -55,7 +60,12 @@ def codebook(axes, how):
     return train_step
 
 
-@step_of("dp2 dp3", NET, "offset fetched_labels both_ways", "labels_from_zero own_negatives whole_on_each detached_keys_of_own")
+@step_of(
+    "dp2 dp3",
+    NET,
+    "offset fetched_labels both_ways",
+    "labels_from_zero own_negatives whole_on_each detached_keys_of_own",
+)
 def negatives(axes, how):
     """InfoNCE: every row of all ranks is a negative of mine."""
     data = axes["dp"]
@@ -135,7 +145,9 @@ def spread(axes, how):
             deviation = (z.var(0, unbiased=False) + 1e-4).sqrt()
             if how == "hinge_before_sum":
                 return psum(torch.relu(1.5 - deviation).mean(), data) / data.size
-            return torch.relu(1.5 - (psum(deviation, data) / data.size if how == "averaged_deviation" else deviation)).mean()
+            return torch.relu(
+                1.5 - (psum(deviation, data) / data.size if how == "averaged_deviation" else deviation)
+            ).mean()
         sums = psum(torch.stack([z.sum(0), z.square().sum(0)]), data) / 12
         return torch.relu(1.5 - (sums[1] - sums[0].square() + 1e-4).sqrt()).mean()
 
@@ -146,7 +158,9 @@ def spread(axes, how):
     return train_step
 
 
-@step_of("dp2 dp3", {"net": NET, "teacher": NET, "centre": "8"}, "mean_of_all", "own_centre summed_centre teacher_of_own")
+@step_of(
+    "dp2 dp3", {"net": NET, "teacher": NET, "centre": "8"}, "mean_of_all", "own_centre summed_centre teacher_of_own"
+)
 def centred(axes, how):
     """DINO: a student, a teacher that follows it, and the centre of what the teacher says."""
     data = axes["dp"]
@@ -197,7 +211,10 @@ def batch_norm(axes, how):
         out = torch.tanh((h - mean) / (var + 1e-3).sqrt() + w["bias"]) @ w["down"]
         n = len(h) if how == "unbiased_by_own" else 12
         kept = own if how == "running_own" else (mean, var)
-        return (out - b["y"]).square().sum() / (12 * 8), {"mean": kept[0].detach(), "var": kept[1].detach() * n / (n - 1)}
+        return (out - b["y"]).square().sum() / (12 * 8), {
+            "mean": kept[0].detach(),
+            "var": kept[1].detach() * n / (n - 1),
+        }
 
     def train_step(w, b):
         (value, aux), grads = step.value_and_grad(part)(w["net"], b)

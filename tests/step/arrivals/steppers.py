@@ -62,7 +62,9 @@ def lion(axes, how):
     return train_step
 
 
-@step_of("fsdp2 fsdp3 fsdp2·dp2", {"w": "12@fsdp,8", "right": "8,8 +"}, "gram", "own_gram mean_gram gathered_and_summed")
+@step_of(
+    "fsdp2 fsdp3 fsdp2·dp2", {"w": "12@fsdp,8", "right": "8,8 +"}, "gram", "own_gram mean_gram gathered_and_summed"
+)
 def shampoo(axes, how):
     """One-sided Shampoo of a matrix whose rows are split: its 8 x 8 statistics are a sum over the shards."""
     data, split = axes["dp", "fsdp"], axes["fsdp"]
@@ -99,7 +101,9 @@ def newton_schulz(x, norm, gram):
     return x
 
 
-@step_of("fsdp2 fsdp3", {"w": "12@fsdp,8", "m": "12@fsdp,8"}, "gathered of_grams", "own gram_own norm_own norm_of_norms")
+@step_of(
+    "fsdp2 fsdp3", {"w": "12@fsdp,8", "m": "12@fsdp,8"}, "gathered of_grams", "own gram_own norm_own norm_of_norms"
+)
 def muon(axes, how):
     """Muon of a matrix whose rows are split."""
     data = axes["fsdp"]
@@ -172,7 +176,9 @@ def factored(axes, how):
         update = g / (rows[:, None] * cols / mean).sqrt()
         total = update.square().sum()
         rms = (total / update.numel()).sqrt() if how == "rms_own" else (psum(total, data) / (12 * 8)).sqrt()
-        return {"w": w["w"] - 0.05 * update / rms.clamp(min=0.01), "rows": rows, "cols": cols}, {"loss": psum(value, data)}
+        return {"w": w["w"] - 0.05 * update / rms.clamp(min=0.01), "rows": rows, "cols": cols}, {
+            "loss": psum(value, data)
+        }
 
     return train_step
 
@@ -337,7 +343,10 @@ def accumulated(axes, how):
 
 
 @step_of(
-    "tp2 tp3", {"up": "8,12@tp", "down": "12@tp,8"}, "by_unit", "own_part both_summed gradient_own", 
+    "tp2 tp3",
+    {"up": "8,12@tp", "down": "12@tp,8"},
+    "by_unit",
+    "own_part both_summed gradient_own",
 )
 def unit_clipping(axes, how):
     """AGC: the gradient of each output unit is clipped by the norm of its weights."""

@@ -149,7 +149,9 @@ def uneven_vocabulary(axes, how):
     return train_step
 
 
-@loss_of("dp2 dp3 fsdp2", {"up": "8,12", "bias": "12"}, "sum_and_count alpha_of_all", "own_alpha own_mean hardest_own@dp3")
+@loss_of(
+    "dp2 dp3 fsdp2", {"up": "8,12", "bias": "12"}, "sum_and_count alpha_of_all", "own_alpha own_mean hardest_own@dp3"
+)
 def focal(axes, how):
     """Focal loss with rows that weigh nothing, and a factor for classes that are rare."""
     data = axes[axes.data]
@@ -194,7 +196,9 @@ def unlikelihood(axes, how):
     return lambda w, b: descend(part, w, b, data)
 
 
-@step_of("tp2 tp3", {**SPLIT, "teacher": "8,24@tp"}, "of_candidates", "own_three ids_of_rank gathered_student largest_of_own")
+@step_of(
+    "tp2 tp3", {**SPLIT, "teacher": "8,24@tp"}, "of_candidates", "own_three ids_of_rank gathered_student largest_of_own"
+)
 def top_distilled(axes, how):
     """A student learns the three likeliest words of a teacher, both split."""
     tp = axes["tp"]
