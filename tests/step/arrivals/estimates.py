@@ -34,7 +34,7 @@ def score_matching(axes, how):
 
 @step_of("dp2 dp3 fsdp2", NET, "per_row", "per_rank own_rows mean_gradient_own")
 def noise_scale(axes, how):
-    """The gradient noise scale: the variance of rows' gradients over the square of their mean; the rate goes down by it."""
+    """The noise scale: the variance of rows' gradients over the square of their mean; the rate goes down by it."""
     data = axes["dp", "fsdp"]
 
     def one(w, x, y):

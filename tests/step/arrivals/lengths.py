@@ -17,7 +17,7 @@ def positions(x, cp, how=""):
 
 def rotated(x, at):
     """RoPE by hand on [B, S, H, 4]."""
-    angle = at[:, None].to(x.dtype) * torch.tensor([1.0, 0.1], dtype=x.dtype)
+    angle = at[:, None].to(x.dtype) * torch.tensor([1.0, 0.1], dtype=x.dtype, device=x.device)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -61,7 +61,7 @@ def rope(axes, how):
     "cp2 cp3 dp2·cp2",
     {"taps": "3,8", "mix": "8,8"},
     "halo gathered",
-    "zeros_before wrong_side@cp3 first_masked_everywhere own_rows_of_gathered",
+    "zeros_before wrong_side@cp3 one_of_two own_rows_of_gathered",
 )
 def window(axes, how):
     """A causal window of three tokens, whose first two are the rank's before."""
@@ -79,10 +79,11 @@ def window(axes, how):
         else:
             before = ppermute(tail, cp, -1 if how == "wrong_side" else 1)
             first = axis_index(cp, x) == 0
-            if how in ("zeros_before", "first_masked_everywhere"):
-                before = before * 0 if how == "zeros_before" else before * ~(torch.arange(2) == 0)[:, None] * ~first
-            else:
-                before = torch.where(first, torch.zeros_like(before), before)
+            if how == "zeros_before":
+                before = torch.zeros_like(tail)
+            elif how == "one_of_two":
+                before = torch.cat([torch.zeros_like(before[:, :1]), before[:, 1:]], 1)
+            before = torch.where(first, torch.zeros_like(before), before)
             wide = torch.cat([before, x], 1)
             seen = sum(wide[:, i : i + n] * w["taps"][i] for i in range(3))
         error = ((seen @ w["mix"] - x).square().mean(-1) * b["mask"]).sum()
@@ -159,11 +160,9 @@ def alignment(axes, how):
             return forward(logs) / cp.size
         every = all_gather(logs, cp, 1)
         if how == "own_gradient":
-            every = torch.cat([every.detach()], 1) + psum(torch.zeros_like(every), cp)
-            mine = shard(every, cp, 1)
-            at = axis_index(cp, logs)
-            placed = torch.cat([(logs - mine) * (at == i) for i in range(cp.size)], 1)
-            return forward(every + placed)
+            here = axis_index(cp, logs)
+            own = torch.cat([(logs - logs.detach()) * (here == rank) for rank in range(cp.size)], 1)
+            return forward(every.detach() + own)
         if how == "ends_of_own":
             every = torch.cat([every[:, :-1], logs[:, -1:]], 1)
         return forward(every) / (1 if how == "counted_on_each" else cp.size)

@@ -172,7 +172,7 @@ def members(axes, how):
     "dp2 dp3 fsdp2",
     NET,
     "by_sample by_number",
-    "by_row_here scaled_by_kept half_of_rows",
+    "by_row_here scaled_by_kept by_rank",
     samples=True,
 )
 def dropped(axes, how):
@@ -185,14 +185,16 @@ def dropped(axes, how):
             column = torch.arange(12, device=h.device)
             h = h * ((b["id"][:, None] * 7 + column * 3) % 5 > 0) / 0.8
         else:
-            numbers = torch.arange(len(h), device=h.device) if how == "by_row_here" else samples
+            numbers = samples
+            if how == "by_row_here":
+                numbers = torch.arange(len(h), device=h.device)
+            elif how == "by_rank":
+                numbers = numbers * 0 + axis_index(data, numbers)
             h = nn.dropout(h, 0.3, key=11, count=numbers)
         if how == "scaled_by_kept":
             h = h * h.numel() / (h > 0).sum()
-        elif how == "half_of_rows":
-            h = h * (torch.arange(len(h), device=h.device) < len(h) / 2)[:, None]
         error = (h @ w["down"] - b["y"]).square()
-        return step.mean(error.sum(), error.numel() if data.size else 1)
+        return step.mean(error.sum(), error.numel())
 
     return loss_fn
 

@@ -86,7 +86,7 @@ def shampoo(axes, how):
         if how == "mean_gram":
             gram = gram / split.size
         right = w["right"] + gram
-        scale = torch.linalg.inv(right @ right.T + 0.1 * torch.eye(8, dtype=right.dtype))
+        scale = torch.linalg.inv(right @ right.T + 0.1 * torch.eye(8, dtype=right.dtype, device=right.device))
         return {"w": w["w"] - 0.1 * g @ scale, "right": right}, {"loss": psum(value, data)}
 
     return train_step
@@ -317,6 +317,9 @@ def accumulated(axes, how):
     """Gradients of two halves of a rank's rows, added up by hand and divided once."""
     data = axes["dp"]
 
+    def scaled(value, grads, by):
+        return value / by, tree.map(lambda g: g / by, grads)
+
     def total(w, b):
         return ((mlp(w, b["x"]) - b["y"]).square().mean(-1) * b["wt"]).sum()
 
@@ -327,9 +330,9 @@ def accumulated(axes, how):
         for half in halves:
             (here, _), more = step.value_and_grad(total)(w, half)
             if how == "mean_of_chunks":
-                here, more = here / (half["wt"].sum() + 1e-6), tree.map(lambda g: g / (half["wt"].sum() + 1e-6), more)
+                here, more = scaled(here, more, half["wt"].sum() + 1e-6)
             elif how == "weights_first":
-                here, more = here / everything, tree.map(lambda g: g / everything, more)
+                here, more = scaled(here, more, everything)
             elif how == "summed_in_loop_and_after":
                 more = summed(more, data)
             grads, value = tree.map(torch.add, grads, more), value + here

@@ -80,7 +80,7 @@ def two_tokens(axes, how):
     return train_step
 
 
-@step_of("cp2 cp3 dp2·cp2", TOKENS, "gathered permuted", "rolled_here cut_here wrong_neighbour@cp3 own_slice_of_none")
+@step_of("cp2 cp3 dp2·cp2", TOKENS, "gathered permuted", "rolled_here cut_here wrong_neighbour@cp3 first_of_gathered")
 def shifted_targets(axes, how):
     """The next token of a rank's last one is another rank's first."""
     data, cp = axes["dp", "cp"], axes["cp"]
@@ -93,8 +93,8 @@ def shifted_targets(axes, how):
             targets = shard(torch.cat([whole[:, 1:], whole[:, :1]], 1), cp, 1)
         elif how in ("rolled_here", "cut_here"):
             targets = tokens.roll(-1, 1)
-        elif how == "own_slice_of_none":
-            targets = all_gather(tokens, cp, 1)[:, 1 : n + 1] if cp.size > 1 else tokens.roll(-1, 1)
+        elif how == "first_of_gathered":
+            targets = all_gather(tokens, cp, 1).roll(-1, 1)[:, :n]
         else:
             first = ppermute(tokens[:, :1], cp, 1 if how == "wrong_neighbour" else -1)
             targets = torch.cat([tokens[:, 1:], first], 1)
