@@ -10,7 +10,7 @@ from tests.step.arrivals import estimates, frame, lengths, pieces, policies, pre
 CASES = [(arrival, mesh) for arrival in frame.ARRIVALS for mesh in arrival.meshes]
 NAMES = [f"{arrival.name}-{mesh}" for arrival, mesh in CASES]
 MODULES = (estimates, lengths, pieces, policies, pretexts, steppers, vocabularies)
-DEFAULT = {"lion.scattered-dp2", "lion.own_slice-dp2"}
+DEFAULT = {"solved.normal_equations-dp2", "solved.own_solution-dp2"}
 # Pairs of which the check says what is not so.
 WRONG_VERDICTS: dict[str, str] = {}
 
