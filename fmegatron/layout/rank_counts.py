@@ -338,10 +338,13 @@ def _rest(a: Any, b: Any) -> Any:
 
 
 def _floor(a: Any, b: Any) -> Any:
-    """Without a rest it is the quotient; of numbers of ranks alone it may have one on one rank."""
+    """Without a rest it is the quotient, also of a plain number by numbers of ranks, which are fewer where these are;
+    of numbers of ranks by another it may have one on one rank."""
     number, over = _plain(a) // _plain(b), _over(_made(1, a, b, -1))
-    whole = not _plain(a) % _plain(b) and any(isinstance(key, (SizeOf, SumOf)) for key in over)
-    return _of_terms(number, over, {}, is_one=whole)
+    is_exact = not _plain(a) % _plain(b)
+    by_ranks = not _over(a) and all(isinstance(key, str) and power > 0 for key, power in _over(b).items())
+    is_one = is_exact and (by_ranks or any(isinstance(key, (SizeOf, SumOf)) for key in over))
+    return _of_terms(number, over, {}, is_one=is_one)
 
 
 def _over(x: Any) -> dict[_Key, Fraction]:

@@ -43,6 +43,8 @@ __all__ = [
     "require_policy",
 ]
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_MADE = "fmegatron_made_again"
 Policy = str | float | Callable
 
 
@@ -160,6 +162,8 @@ def functional(graph_module, fakes: Sequence, mode, decompositions: Any = None) 
         return found
     for node in graph_module.graph.nodes:
         node.meta["stack_trace"] = node.meta.get("at", "?")
+        if shape := _shape_by_ranks(node):
+            node.meta["custom"] = {**node.meta.get("custom", {}), _MADE: shape}
 
     def replay(primals, tangents):  # the partitioner separates inputs by these two names
         return Replay(graph_module).run(*primals, *tangents)
@@ -171,8 +175,17 @@ def functional(graph_module, fakes: Sequence, mode, decompositions: Any = None) 
     found.graph.eliminate_dead_code()
     for node in found.graph.nodes:
         node.meta["at"] = node.meta.get("stack_trace") or "?"
+        if shape := node.meta.get("custom", {}).get(_MADE):
+            node.meta["made"] = shape
         assert not _is_mutable(node), f"{node.target} survived functionalization"
     return found
+
+
+def _shape_by_ranks(node: Any) -> tuple:
+    """Of the numbers that a view is given, those that are made of numbers of ranks alone, and of what (`tracing`)."""
+    if node.target not in _VIEWS:
+        return ()
+    return tuple((n, made) for n, made in node.meta.get("made", ()) if made and made[1] and not made[0] and not made[2])
 
 
 def _is_mutable(node: Any) -> bool:

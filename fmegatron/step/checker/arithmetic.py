@@ -475,3 +475,18 @@ def not_on(x: Value, dim: int, axes: Iterable[str]) -> Value:
         else:
             x = replace(x, marks={**x.marks, axis: mark._replace(dims=left or None)})
     return x
+
+
+def as_numbered(view: Node, x: Value, shape: tuple[int, ...]) -> Value:
+    """What a view gives, where shapes leave several dims, and the size of one is a number divided by that of ranks: on
+    one rank just that is as many times as large."""
+    for axis in x.having(Somewhere):
+        mark = x.marks.get(axis)
+        if not isinstance(mark, Somewhere) or mark.or_sum or mark.reduced:  # or placed by now
+            continue
+        axes = mark.group or (axis,)
+        given = [(n, made) for n, made in view.meta["made"] if made and not made[0] and not made[2]]
+        numbers = {n for n, (_, ranks, _) in given if dict(ranks) == dict.fromkeys(axes, -1) and shape.count(n) == 1}
+        at = [d for d, n in enumerate(shape) if n in numbers and mark.may_be(d)]
+        x = placed(x, axes, at[0]) if len(at) == 1 else x
+    return x

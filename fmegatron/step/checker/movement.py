@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from fmegatron.step.checker import chunks
-from fmegatron.step.checker.arithmetic import elementwise, may_shard, not_on
+from fmegatron.step.checker.arithmetic import as_numbered, elementwise, may_shard, not_on
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, goes_round, line_of, op_name, shape_of, suspected
 from fmegatron.step.checker.dims import (
     UNIFORM,
@@ -271,6 +271,7 @@ def view(scope: Scope, node: Node, given: dict) -> Value:
     if node.meta.get("sizes") == "ones" and not x.having(Somewhere) and (dims := viewed_with_ones(x.dims, shape)):
         return replace(x.with_dims(dims), ramp=False)
     out = _as_in_forward(scope, node, x, reshaped(scope, node, x, shape))
+    out = as_numbered(node, out, shape) if "made" in node.meta else out
     return replace(out, index_of=x.index_of if math.prod(shape) == 1 else (), scale=x.scale, ramp=x.ramp)
 
 
@@ -314,10 +315,11 @@ def _of_matmul(node: Node, x: Value, found: tuple[int, ...]) -> bool:
     """Whether a view joins the batch dims of an operand of a product, as torch.matmul does behind an expand."""
     source = node_of(node.args[0])
     source = node_of(source.args[0]) if source.op == "call_function" and op_name(source) == "clone" else source
-    return (
-        source.op == "call_function" and op_name(source) == "expand" and len(found) == 3 < len(x.dims)
-        and any([user.op == "call_function" and op_name(user) == "bmm" for user in node.users])
-    )  # fmt: skip
+    if source.op != "call_function" or op_name(source) != "expand" or not len(found) == 3 < len(x.dims):
+        return False
+    users = [user for user in node.users if user.op == "call_function"]
+    users += [one for user in users if op_name(user) in ("permute", "transpose") for one in user.users]  # of a backward
+    return any([op_name(user) == "bmm" for user in users])
 
 
 def _as_that(out: Value, of: Value | None) -> Value:
