@@ -133,8 +133,9 @@ class Cut(NamedTuple):
     @property
     def equal_shares(self) -> bool:
         """Whether all ranks hold as much of a dim that is assigned; True of another one."""
-        shares = self.shares()
-        return not self.order or len({shares.get(i, 0) for i in range(math.prod(self.counts))}) == 1
+        shares = self.shares()  # who is not in it holds nothing; the ranks themselves may be very many
+        held = {*shares.values(), *([0] if len(shares) < math.prod(self.counts) else [])}
+        return not self.order or len(held) == 1
 
     def length(self, index: int, padded: bool) -> int:
         """What a rank has room for, padding included."""

@@ -8,7 +8,7 @@ KIND: kills     SIGKILL before a change (of any thread, half a write done) of a 
       sleepers  a saver sleeps before a change, is taken for dead, others clean up, save or delete, it wakes up; N
       jobs      two jobs save one name, one process reads it, all are killed; N acknowledgements
 DISK: posix; copies (a file is renamed by removal, a copy in two halves and removal, a directory is not); bare (that,
-and no fsync of directories, no links). --mutant breaks one line of the protocol: the campaign must see it.
+and no fsync of directories, no links). --mutant breaks one line of the protocol: the campaign must see it, and ends when it has.
 
 What was acknowledged (or the save behind it) restores bit for bit, so does all that is listed; behind kills and
 sleepers the next save leaves nothing else. Prints one JSON object; ends with 1 where anything failed.
@@ -85,11 +85,11 @@ def of_ranks(at, size, victim, number, action, worse):
 
 
 def kills(folder, cases, rng, worse):
-    start, at = f"{folder}/start", f"{folder}/at"
+    start = f"{folder}/start"
     fresh(start)
     todo, done = {behind: []}, 0  # workload -> numbers of changes that are left to try
 
-    def attempt(work, number):
+    def attempt(at, work, number):
         shutil.rmtree(at, ignore_errors=True)
         shutil.copytree(start, at, symlinks=True)
         if work == "ranks":
@@ -98,66 +98,82 @@ def kills(folder, cases, rng, worse):
             return in_line, *of_ranks(at, 2, victim, number, action, worse)
         return work, *forked(armed(work, number, changes.KILL, worse), at)
 
-    for work in itertools.cycle([*[in_line, going_back, in_line, "ranks"] * 4, behind]):
+    def one(at, work):
         if not todo.get(work):
-            most = OF_A_WRITER if work is behind else attempt(work, 0)[1][-1][1]
+            most = OF_A_WRITER if work is behind else attempt(at, work, 0)[1][-1][1]
             todo[work] = rng.sample(range(1, most + 1), most)
         number = todo[work].pop()
-        of, rows, killed = attempt(work, number)
+        of, rows, killed = attempt(at, work, number)
         wanted, died = allowed(of, rows, all_told=work != "ranks"), [row for row in rows if row[0] == "died"]
         if work is behind:
             killed = killed or bool(died)  # its writer was
         if work == "ranks":
             wanted[1] = [2]
-        found, _ = forked(judge, at, wanted, worse, True, True)
         case = {"work": getattr(work, "__name__", work), "change": number, "killed": killed, "cases": int(killed)}
-        yield case, ([] if killed else died) + found
-        done += killed
-        if done >= cases:
-            return
+        return case, [] if killed else died, (at, wanted, worse, True, True)
+
+    works = itertools.cycle([*[in_line, going_back, in_line, "ranks"] * 4, behind])
+    while done < cases:
+        some = [one(f"{folder}/at-{i}", next(works)) for i in range(min(TOGETHER, cases - done))]
+        for (case, died, _), found in zip(some, together(judge, [args for *_, args in some]), strict=True):
+            yield case, died + found
+            done += case["cases"]
 
 
 OF_A_WRITER = 400  # changes of a process that writes two saves, and of its trainer
 MOST_OF_A_RUN = 400  # states that are judged of one run of a workload
+TOGETHER = 10  # cases that one process judges
 
 
-def judged(states, folder, rng, cases):
-    """(what a state is of, what is wrong with it), of so many that differ."""
+def judged(runs, folder, cases):
+    """(what a state is of, what is wrong with it), of so many that differ; `runs` yields those of a run."""
     seen, at = set(), f"{folder}/cut"
-    for case, one, wanted in states:
-        if (key := (power_cut.key_of(one), json.dumps(wanted))) in seen:
-            continue
-        seen.add(key)
-        power_cut.put_down(one, at)
-        found, _ = forked(judge, at, wanted, changes.POSIX, len(seen) % 4 == 0, False)
-        yield case, found
+
+    def look(number, state, wanted, send):
+        changes.arm("")
+        power_cut.put_down(state, at)
+        judge(at, wanted, changes.POSIX, number % 4 == 0, False, send)
+
+    for states in runs:
+        new = []
+        for case, state, wanted in states:
+            if (key := (power_cut.key_of(state), json.dumps(wanted))) not in seen and len(seen) < cases:
+                seen.add(key)
+                new.append((case, (len(seen), state, wanted)))
+        found = together(look, [args for _, args in new])
+        yield from zip((case for case, _ in new), found, strict=True)
         if len(seen) == cases:
             return
 
 
-def states_of(disk, record, hows, rng, wanted):
-    """(change, how, state, what may be there) behind each change of a record; `wanted(n)`: by what was acknowledged
-    before the change of number n."""
+def states_of(disk, record, hows, rng, most, wanted):
+    """At most so many of (change, how, state, what may be there) behind each change of a record; `wanted(n)`: by what
+    was acknowledged before the change of number n."""
     made = list(changes.recorded(record))
-    for (_, *change), following in zip(made, [*(number for number, *_ in made[1:]), 1 << 60], strict=True):
+    every = list(itertools.product(range(len(made)), hows))
+    taken = collections.defaultdict(list)
+    for i, how in rng.sample(every, min(most, len(every))):
+        taken[i].append(how)
+    for i, (_, *change) in enumerate(made):
         disk.change(*change)
-        for how in hows:
+        following = made[i + 1][0] if i + 1 < len(made) else 1 << 60
+        for how in taken[i]:
             yield change[:3], how, disk.after_a_cut(rng, how), wanted(following)
 
 
 def cuts(folder, cases, rng, worse):
     at, record, hows = f"{folder}/at", f"{folder}/record", ("least", "most", "prefix", "prefix", *["subset"] * 6)
 
-    def states():
-        for work in itertools.cycle((in_line, going_back)):
-            fresh(at)
-            disk = power_cut.Disk(at)
-            rows, _ = forked(armed(work, 0, changes.NOTHING, worse, record), at)
-            of = states_of(disk, record, hows, rng, lambda n, work=work, rows=rows: allowed(work, rows, n))
-            for change, how, one, wanted in rng.sample(found := list(of), min(MOST_OF_A_RUN, len(found))):
-                yield {"work": work.__name__, "behind": change, "how": how}, one, wanted
+    def run(work):
+        fresh(at)
+        disk = power_cut.Disk(at)
+        rows, _ = forked(armed(work, 0, changes.NOTHING, worse, record), at)
+        for change, how, state, wanted in states_of(
+            disk, record, hows, rng, MOST_OF_A_RUN, lambda n: allowed(work, rows, n)
+        ):
+            yield {"work": work.__name__, "behind": change, "how": how}, state, wanted
 
-    return judged(states(), folder, rng, cases)
+    return judged(map(run, itertools.cycle((in_line, going_back))), folder, cases)
 
 
 def again(at, send):
@@ -189,40 +205,42 @@ def tidied(at, send):
 def aimed(folder, cases, rng, worse):
     at, one, two = f"{folder}/at", f"{folder}/one", f"{folder}/two"
 
-    def states():
-        for work, act in itertools.cycle(itertools.product((in_line, going_back), (again, onwards, tidied))):
-            fresh(at)
-            disk = power_cut.Disk(at)
-            last = len(NEWEST[work]) - 1 + (work is in_line)
-            rows, killed = forked(armed(work, rng.randint(1, last), changes.KILL_BEHIND_PUBLISH, worse, one), at)
-            assert killed, rows
-            for _, *change in changes.recorded(one):
-                disk.change(*change)
-            more, _ = forked(armed(act, 0, changes.NOTHING, worse, two), at)
-            newest, versions = allowed(work, rows)
-            newest, versions = [*newest, *(row[2] for row in more if row[0] == "coming")], [*versions, 7]
+    def run(works):
+        work, act = works
+        fresh(at)
+        disk = power_cut.Disk(at)
+        last = len(NEWEST[work]) - 1 + (work is in_line)
+        rows, killed = forked(armed(work, rng.randint(1, last), changes.KILL_BEHIND_PUBLISH, worse, one), at)
+        assert killed, rows
+        for _, *change in changes.recorded(one):
+            disk.change(*change)
+        more, _ = forked(armed(act, 0, changes.NOTHING, worse, two), at)
+        newest, versions = allowed(work, rows)
+        newest, versions = [*newest, *(row[2] for row in more if row[0] == "coming")], [*versions, 7]
 
-            def wanted(n, newest=newest, versions=versions, more=more):
-                done = {row[0]: row[2] for row in more if row[1] < n and row[0] != "coming"}
-                return [[done["saved"]] if "saved" in done else newest, [7] if "beside" in done else versions]
+        def wanted(n):
+            done = {row[0]: row[2] for row in more if row[1] < n and row[0] != "coming"}
+            return [[done["saved"]] if "saved" in done else newest, [7] if "beside" in done else versions]
 
-            of = states_of(disk, two, ("least", "most", "prefix", "subset", "subset"), rng, wanted)
-            for change, how, one_, wanted_ in rng.sample(found := list(of), min(MOST_OF_A_RUN // 8, len(found))):
-                yield {"work": work.__name__, "act": act.__name__, "behind": change, "how": how}, one_, wanted_
+        hows = ("least", "most", "prefix", "subset", "subset")
+        for change, how, state, could in states_of(disk, two, hows, rng, MOST_OF_A_RUN // 8, wanted):
+            yield {"work": work.__name__, "act": act.__name__, "behind": change, "how": how}, state, could
 
-    return judged(states(), folder, rng, cases)
+    every = itertools.product((in_line, going_back), (again, onwards, tidied))
+    return judged(map(run, itertools.cycle(every)), folder, cases)
 
 
 def sleepers(folder, cases, rng, worse):
-    at, todo = f"{folder}/runs/a", {}
-    for number in range(cases):
-        there, act = rng.random() < 0.7, ("nothing", "save", "delete", "gc")[number % 4]
-        shutil.rmtree(f"{folder}/runs", ignore_errors=True)
-        os.mkdir(f"{folder}/runs")
+    todo = {}
+
+    def one(runs, number):
+        there, act, at = rng.random() < 0.7, ("nothing", "save", "delete", "gc")[number % 4], f"{runs}/a"
+        shutil.rmtree(runs, ignore_errors=True)
+        os.mkdir(runs)
         if there:
             forked(saved_at, at, 1)
         if not todo.get(there):
-            shutil.copytree(f"{folder}/runs", f"{folder}/tried")
+            shutil.copytree(runs, f"{folder}/tried")
             ((_, _, most),), _ = forked(saver, f"{folder}/tried/a", 0, worse)
             shutil.rmtree(f"{folder}/tried")
             todo[there] = rng.sample(range(1, most + 1), most)
@@ -231,9 +249,13 @@ def sleepers(folder, cases, rng, worse):
         told = any(row[0] == "saved" for row in rows)
         could = {"nothing": [2] if told else [1] if there else [None], "save": [2, 5] if told else [5]}
         could |= {"gc": could["nothing"], "delete": [2, None] if told or not there else [None]}
-        found, _ = forked(judge_one, at, could[act], worse)
         case = {"there": there, "act": act, "before": before_, "slept": slept, "told": told}
-        yield case, [row for row in rows if row[0] in FAILED] + found
+        return case, [row for row in rows if row[0] in FAILED], (at, could[act], worse)
+
+    for number in range(0, cases, TOGETHER):
+        some = [one(f"{folder}/runs-{i}", number + i) for i in range(min(TOGETHER, cases - number))]
+        for (case, failed, _), found in zip(some, together(judge_one, [args for *_, args in some]), strict=True):
+            yield case, failed + found
 
 
 def saver(at, number, worse, send):
@@ -464,6 +486,8 @@ def main(argv):
                 wrong.append({**case, "found": failed})
                 kinds.update(row[0] for row in failed)
                 print(json.dumps(wrong[-1]), file=sys.stderr, flush=True)
+                if asked.mutant:
+                    break
     print(json.dumps({**vars(asked), "cases": count, "failed": len(wrong), "of": kinds,
                       "seconds": round(time.monotonic() - began)}))  # fmt: skip
     return 1 if wrong else 0

@@ -143,4 +143,4 @@ def put_down(state, at) -> None:
 
 def key_of(state) -> int:
     """Equal for equal states."""
-    return hash(tuple(sorted((path, repr(what)) for path, what in state.items())))
+    return hash(frozenset(state.items()))

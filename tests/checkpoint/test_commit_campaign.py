@@ -1,4 +1,4 @@
-"""The campaigns of commit_campaign.py at full size, on three kinds of file systems."""
+"""The campaigns of commit_campaign.py at full size, on three kinds of file systems, and the mutants that they see."""
 
 import json
 import os
@@ -20,19 +20,30 @@ NOTHING_LOST = [
     ("jobs", 10000, "posix"),
     ("jobs", 3000, "copies"),
 ]
+MUTANTS = [  # a campaign that finds nothing of its own says nothing: (mutant, campaign, most cases, on)
+    ("unsynced deletion", "aimed", 600, "posix"),
+    ("unsynced names", "cuts", 600, "posix"),
+    ("drafts do not count", "kills", 400, "copies"),
+    ("gone is published", "sleepers", 400, "posix"),
+    ("no look for drafts", "jobs", 3000, "posix"),
+]
 
 
-def campaign(python, kind, cases, on, *more):
-    """(exit status, the object that it prints)."""
+def campaign(python, kind, cases, on, *more, seconds=7200):
+    """(the object that it prints, what it said)."""
     command = [sys.executable, "-m", "tests.checkpoint.commit_campaign", kind, "--cases", str(cases), "--on", on, *more]
-    done = python.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=7200)
+    done = python.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=seconds)
     assert done.stdout, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["cases"] >= cases
-    return found, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("kind, cases, on", NOTHING_LOST)
 def test_nothing_is_lost(python, kind, cases, on):
     found, said = campaign(python, kind, cases, on)
-    assert found["failed"] == 0, said
+    assert found["failed"] == 0 and found["cases"] >= cases, said
+
+
+@pytest.mark.parametrize("mutant, kind, cases, on", MUTANTS)
+def test_a_mutant_is_found(python, mutant, kind, cases, on):
+    found, said = campaign(python, kind, cases, on, "--mutant", mutant, seconds=480)
+    assert found["failed"] == 1, (found, said)

@@ -413,3 +413,65 @@ def test_a_saver_that_was_taken_for_dead_wakes_up(place, monkeypatch, act, exist
         if not slept:
             break
     assert at > 10 and len(outcomes) >= 2
+
+
+# ---- what is gone
+
+
+def begun(place):
+    storage = place.begin()
+    storage.write("manifest.json", [b"{}"])
+    return storage
+
+
+WITH_WORDS = {  # what is done with a place: (what was there before, the act, what an error says)
+    "withdraw": (lambda place: None, lambda place, was: place.withdraw().delete(), None),
+    "set aside": (lambda place: None, lambda place, was: place.set_aside(), "got nothing, wanted a save to set aside"),
+    "sweep": (lambda place: begun(place).lease.release(), lambda place, was: place.sweep(leases.Watch()), None),
+    "remove": (
+        lambda place: (begun(place).lease.release(), place.leftovers())[1],
+        lambda place, was: [place.remove(left) for left in was],
+        None,
+    ),
+    "begin": (lambda place: None, lambda place, was: place.end(begun(place)), None),
+    "publish": (begun, lambda place, was: place.publish(was, b"{}"), GONE),
+    "end": (begun, lambda place, was: place.end(was), None),
+}
+
+
+@pytest.mark.parametrize("act", WITH_WORDS)
+def test_a_place_that_goes_before_a_change(place, monkeypatch, act):
+    """Somebody removes all of it before the first, or any later, change: it is done, or the error has words."""
+    before, do, words = WITH_WORDS[act]
+    changes, outcomes = ("make", "fill", "put", "durable", "move", "drop", "delete"), set()
+    for at in range(-1, 100):
+        checkpoint.save(place, state(1), ONE)
+        was, steps, gone = before(place), itertools.count(), []
+
+        def goes(gone=gone):
+            gone.append(1)
+            shutil.rmtree(place.path) if isinstance(place, FolderStore) else place.values.delete()
+
+        def hooked(real, at=at, steps=steps, gone=gone, goes=goes):
+            def call(*args, **kwargs):
+                if not gone and next(steps) == at:
+                    goes()
+                return real(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in changes:
+                patch.setattr(type(place), name, hooked(getattr(type(place), name)))
+            goes() if at < 0 else None
+            try:
+                do(place, was)
+            except OSError as error:
+                assert words and words in str(error) and place.text in str(error), (at, error)
+                outcomes.add("said")
+        if was is not None and hasattr(was, "lease"):
+            place.end(was)
+        if not gone:
+            break
+        outcomes.add("gone")
+    assert outcomes == {"gone", *(["said"] if words else [])}, (at, outcomes)

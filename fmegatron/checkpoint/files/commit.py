@@ -210,10 +210,11 @@ class Place(Slots[Files]):
         be restored. It is not taken back, as that could fail in the same way.
         """
         token, draft = _token(storage.root), f".COMPLETE-{_token(storage.root)}"
-        storage.write(MARKER, [marker])
-        self.durable(token)
-        before = self.content(MARKER)
+        before = None
         try:
+            storage.write(MARKER, [marker])
+            self.durable(token)
+            before = self.content(MARKER)
             self.fill(draft, pointer_to(token, marker))
             self.durable()
             if before is None:  # else who published that one has done it
@@ -247,7 +248,7 @@ class Place(Slots[Files]):
     def withdraw(self) -> Withdrawn:
         """This is no checkpoint any more: .GONE- for all that is here, filled drafts first, as one could be next.
 
-        A link of this name to another place goes, and nothing else.
+        A link of this name to another place goes, and nothing else. Of what is gone there is nothing left to do.
         """
         if self.is_link():
             self.unlink()
@@ -273,9 +274,17 @@ class Place(Slots[Files]):
         return Withdrawn(self)
 
     def set_aside(self) -> str:
-        """The pointer takes another name, and the files stay; returns where they are."""
+        """The pointer takes another name, and the files stay; returns where they are. FileNotFoundError for nothing."""
         if self.is_link():
             raise ValueError(f"{self.text}: got a link to another place, wanted what was saved here; remove the link")
+        try:
+            if self.inside():
+                return self._set_aside()
+        except FileNotFoundError:  # it was deleted meanwhile
+            pass
+        raise FileNotFoundError(errno.ENOENT, "got nothing, wanted a save to set aside; list what is there", self.text)
+
+    def _set_aside(self) -> str:
         root = root_of(self.pointer())
         if root is None and self.content(MARKER) is None:  # half a copy, or damaged
             lone = [name for name in self.inside() if TOKEN.fullmatch(name) and self._state(name) is None]

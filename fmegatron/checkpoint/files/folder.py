@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fmegatron.checkpoint.files import siblings, trees
-from fmegatron.checkpoint.files.commit import Place, is_ours, parse_pointer, root_of
+from fmegatron.checkpoint.files.commit import Place, Withdrawn, is_ours, parse_pointer, root_of
 from fmegatron.checkpoint.files.entries import Entry, walk
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
 from fmegatron.checkpoint.files.held import Held
@@ -217,11 +217,11 @@ class FolderStore(Place[Folder]):
                 with suppress(FileExistsError):
                     os.mkdir(self.path)
                 os.close(os.open(self.at(f".COMPLETE-{token}"), flags, 0o666))
+                os.mkdir(self.at(token))
                 break
-            except FileNotFoundError:  # another process has removed the empty directory in between
+            except FileNotFoundError:  # another process has removed the directory in between
                 if last:
                     raise
-        os.mkdir(self.at(token))
 
     def fill(self, name: str, data: bytes) -> None:
         """Written to its end (a full disk may take a part), and synced."""
@@ -256,8 +256,9 @@ class FolderStore(Place[Folder]):
         trees.remove(self.at(name), stop) if disk.is_directory(self.at(name)) else self.drop(name)
 
     def durable(self, below: str = "") -> None:
-        """fsync of a directory."""
-        whole.sync_directory(os.path.normpath(self.at(below)))
+        """fsync of a directory. One that is gone has no names: who removed it has condemned what was in it first."""
+        with suppress(FileNotFoundError):
+            whole.sync_directory(os.path.normpath(self.at(below)))
 
     def files(
         self, token: str, lease: Lease | None = None, stated: dict[str, Any] | None = None, hold: bool = False
@@ -342,6 +343,16 @@ class FolderStore(Place[Folder]):
     def has_begun(self, token: str) -> bool:
         """Whether there is a draft; of version 3, a hidden directory."""
         return super().has_begun(token) or siblings.has_begun(self.path, token)
+
+    def withdraw(self) -> Withdrawn:
+        """(A hidden directory of version 3 has its name first.)"""
+        siblings.finish(self.path)
+        return super().withdraw()
+
+    def set_aside(self) -> str:
+        """(The same.)"""
+        siblings.finish(self.path)
+        return super().set_aside()
 
     # ---- the rest of a Store
 

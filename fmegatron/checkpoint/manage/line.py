@@ -7,6 +7,7 @@ the newer ones behind; its first save sets them aside (files/commit.py), so that
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fmegatron.checkpoint.files import leases
@@ -64,23 +65,29 @@ class Line:
                 raise
             raise unseen from error
         of = self._steps
-        if (held := of.other(step)) is not None:  # a copy under a wrong name: what it holds stays
-            at = of.set_aside(step, _READERS_S)
-            wrong = f"{of.place(step).text}: held step {held}, and not {step}, so it was set aside: {at}"
-        else:
-            wrong = None
+        wrong = None
+        if (held := of.other(step)) is not None and (at := self._set_aside([step])):  # a copy under a wrong name: it stays
+            wrong = f"{of.place(step).text}: held step {held}, and not {step}, so it was set aside: {at[0]}"
         if not finite and step not in left and of.place(step).is_complete() and of.facts(step).good:
             raise ValueError(
                 f"{of.place(step).text}: got a save with finite=False, wanted none in the place of the good one there;"
                 f" nothing was saved. Go on from the good one (restore_latest), or call Manager.delete({step}) first"
             )
-        aside = [of.set_aside(old, _READERS_S) for old in left]
+        aside = self._set_aside(left)
         self._back, self._saved = None, True
         if not aside:
             return wrong
         steps = ", ".join(map(str, left))
         text = f"training went on from an older step, so steps {steps} were set aside: {', '.join(aside)}"
         return f"{of.store.text}: {text}" + (f"; {wrong}" if wrong else "")
+
+    def _set_aside(self, steps: Collection[int]) -> list[str]:
+        """Where their files are; of those that another process has deleted since we looked there is nothing."""
+        found = []
+        for step in steps:
+            with suppress(FileNotFoundError):
+                found.append(self._steps.set_aside(step, _READERS_S))
+        return found
 
     def _unseen(self, step: int, error: OSError) -> OSError | None:
         """The error of a look at a step that may be newer, with what can be done about it; None for any other place."""
