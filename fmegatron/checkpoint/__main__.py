@@ -21,9 +21,9 @@ from typing import Any, TextIO
 
 import torch
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.saved import again
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import holding, open_store
 from fmegatron.checkpoint.reading.mapping import Rule, copy, drop, rename, take
 from fmegatron.checkpoint.reading.rules import fuse, split, stack, transpose, unstack

@@ -8,7 +8,8 @@ KIND: kills     SIGKILL before a change (of any thread, half a write done) of a 
       sleepers  a saver sleeps before a change, is taken for dead, others clean up, save or delete, it wakes up; N
       jobs      two jobs save one name, one process reads it, all are killed; N acknowledgements
 DISK: posix; copies (a file is renamed by removal, a copy in two halves and removal, a directory is not); bare (that,
-and no fsync of directories, no links). --mutant breaks one line of the protocol: the campaign must see it, and ends when it has.
+and no fsync of directories, no links). --mutant breaks one line of the protocol: the campaign must see it, and then
+ends.
 
 What was acknowledged (or the save behind it) restores bit for bit, so does all that is listed; behind kills and
 sleepers the next save leaves nothing else. Prints one JSON object; ends with 1 where anything failed.
@@ -34,7 +35,7 @@ import torch
 
 from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import commit, leases
-from fmegatron.checkpoint.files.commit import Place, parse_pointer
+from fmegatron.checkpoint.files.commit import Store, parse_pointer
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint import changes, power_cut
@@ -58,6 +59,7 @@ from tests.checkpoint.commit_work import (
     manager,
     rows_of,
     saved_at,
+    together,
 )
 from tests.checkpoint.crash_campaign import layouts_on
 from tests.checkpoint.fake_world import assert_same_bits, small_sizes
@@ -426,7 +428,7 @@ def _no_sync_of_names(stack):
 
 
 def _drafts_do_not_count(stack):
-    stack.enter_context(mock.patch.object(Place, "pointer", lambda self: parse_pointer(self.content("COMPLETE"))))
+    stack.enter_context(mock.patch.object(Store, "pointer", lambda self: parse_pointer(self.content("COMPLETE"))))
 
 
 def _a_draft_that_is_gone_was_published(stack):
@@ -440,11 +442,11 @@ def _a_draft_that_is_gone_was_published(stack):
                 raise
 
     stack.enter_context(mock.patch.object(FolderStore, "move", move))
-    stack.enter_context(mock.patch.object(Place, "_was_taken", lambda self, token: False))
+    stack.enter_context(mock.patch.object(Store, "_was_taken", lambda self, token: False))
 
 
 def _no_look_for_drafts(stack):
-    stack.enter_context(mock.patch.object(Place, "_state", lambda self, token: None))
+    stack.enter_context(mock.patch.object(Store, "_state", lambda self, token: None))
     stack.enter_context(mock.patch.object(commit, "alive", lambda *args: None))
 
 

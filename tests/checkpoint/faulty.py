@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from unittest import mock
 
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.commit import Store
+from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.files import owners
 
 

@@ -57,18 +57,20 @@ def test_a_copy_in_another_directory(step, tmp_path, way):
     """`cp -rL` makes a second copy of the arrays in the place of the link to them: that one alone may go."""
     filled(tmp_path / "to", 3)
     there, token, was = content(step), files_of(step).name, content(step.parent)
+    of_token = {name.partition("/")[2]: data for name, data in there.items() if "/" in name}
     command = WAYS[way].format(step=step, run=step.parent, name=NAME, token=token, to=tmp_path / "to")
     subprocess.run(["sh", "-c", command], check=True)
     if way == "the token under its own name":  # no name of a step: a checkpoint by its path
-        at, wanted = tmp_path / "to" / token, {name.partition("/")[2]: data for name, data in there.items() if "/" in name}
+        at, wanted = (
+            tmp_path / "to" / token,
+            {name.partition("/")[2]: data for name, data in there.items() if "/" in name},
+        )
         assert Manager(tmp_path / "to").steps() == [3]
     else:
-        at, wanted = tmp_path / "to" / NAME, there
+        at, wanted = tmp_path / "to" / NAME, of_token if way == "the token as the step" else there
         number, got, metadata = Manager(tmp_path / "to").restore_latest(ONE)
         assert number == 7 and metadata == {"step": 7}
         assert_same_bits(got, state(7))
-        if way == "the token as the step":
-            wanted = {name.partition("/")[2]: data for name, data in there.items() if "/" in name}
     for _ in range(2):
         assert_same_bits(checkpoint.restore(at, ONE), state(7))
         now = content(at)

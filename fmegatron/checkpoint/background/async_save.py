@@ -28,7 +28,7 @@ from fmegatron.checkpoint.background.wire import plans_to_json
 from fmegatron.checkpoint.calls.arguments import are_saved, check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, together
 from fmegatron.checkpoint.dicts.described import described
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.plan import LeafPlan, plan
 from fmegatron.checkpoint.writing.saving import agreed, check_layouts, check_names

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fmegatron.checkpoint.calls.ranks import Ranks
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.commit import Store
+from fmegatron.checkpoint.files.storage import Storage
 
 _TIDY_S = 30.0
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 
 from fmegatron.checkpoint.calls.arguments import ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, together
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import Holder, Lease, Watch, alive, new_token
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.files.trees import make_directories
 from fmegatron.collectives import interrupt

@@ -81,7 +81,7 @@ def root_of(pointer: dict[str, Any] | None) -> str | None:
 class Withdrawn:
     """What is left of a checkpoint whose pointer is gone."""
 
-    place: Place
+    place: Store
 
     def names(self) -> list[str]:
         """All files, sorted."""
@@ -92,20 +92,20 @@ class Withdrawn:
         self.place.sweep(Watch(), stop=stop)
 
 
-class Place(Slots[Files]):
-    """The place of a checkpoint, or a directory of such places: a Store."""
+class Store(Slots[Files]):
+    """A place where a checkpoint is, or will be; or a directory of such places."""
 
     @abstractmethod
-    def child(self, name: str) -> Place[Files]:
+    def child(self, name: str) -> Store[Files]:
         """The place `name` in this directory."""
 
     @abstractmethod
-    def above(self) -> Place[Files]:
+    def above(self) -> Store[Files]:
         """The directory that it is in."""
 
     @abstractmethod
-    def around(self) -> Place[Files] | None:
-        """The checkpoint among whose files it would be."""
+    def around(self) -> Store[Files] | None:
+        """The checkpoint among whose files it would be, so that a save of that one would remove it."""
 
     # ---- what is there
 
@@ -124,7 +124,11 @@ class Place(Slots[Files]):
         return found
 
     def locate(self) -> Files:
-        """The files of the complete checkpoint: of the token that the pointer names, or those in NAME itself."""
+        """The files of the complete checkpoint: of the token that the pointer names, or those in NAME itself; where
+        there is none, those that `read_manifest` will complain about.
+
+        They are of one save, also when another takes its place while they are read: then some may be missing.
+        """
         try:
             pointer = self.pointer()
         except OSError as error:
@@ -324,7 +328,8 @@ class Place(Slots[Files]):
     # ---- a directory of them
 
     def clean(self, pattern: str, keep: Collection[str], watch: Watch) -> None:
-        """Remove what dead saves and deletions left of children whose full name matches, but for those in `keep`."""
+        """Remove what dead saves and deletions left of children whose full name matches, but for those in `keep`: what
+        is being written or deleted now. watch: what this process knows of the savers of others."""
 
         def notes() -> None:
             _remove_notes(self.notes(), pattern, keep, watch, self.child)
@@ -477,7 +482,7 @@ def _remove_notes(
     pattern: str,
     keep: Collection[str],
     watch: Watch,
-    place: Callable[[str], Place],
+    place: Callable[[str], Store],
 ) -> None:
     """Remove the notes of savers that died before they made a draft, or were ended after it went."""
     for note in notes.names():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fmegatron.checkpoint.files import siblings, trees
-from fmegatron.checkpoint.files.commit import Place, Withdrawn, is_ours, parse_pointer, root_of
+from fmegatron.checkpoint.files.commit import Store, Withdrawn, is_ours, parse_pointer, root_of
 from fmegatron.checkpoint.files.entries import Entry, walk
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER
 from fmegatron.checkpoint.files.held import Held
@@ -171,7 +171,7 @@ class _FileReader:
 
 
 @dataclass(frozen=True)
-class FolderStore(Place[Folder]):
+class FolderStore(Store[Folder]):
     """The place of a checkpoint in the file system, at an absolute path without links: a Store."""
 
     path: str
@@ -181,7 +181,7 @@ class FolderStore(Place[Folder]):
         """The path."""
         return self.path
 
-    # ---- what `Place` asks for
+    # ---- what `Store` asks for
 
     def content(self, name: str) -> bytes | None:
         """Opened by its name each time: on a network file system an open is fresh, a listing need not be."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from fmegatron.checkpoint.files.commit import Place, is_ours
+from fmegatron.checkpoint.files.commit import Store, is_ours
 from fmegatron.checkpoint.files.format import MARKER
 from fmegatron.checkpoint.files.keyvalue import KeyNotes, KeyValues
 from fmegatron.checkpoint.files.leases import Lease, Watch
@@ -40,7 +40,7 @@ def _context() -> ts.Context:
 
 
 @dataclass(frozen=True)
-class ObjectStore(Place[Objects]):
+class ObjectStore(Store[Objects]):
     """The place of a checkpoint in an object store: a Store.
 
     url: s3://bucket/prefix/NAME, gs://..., memory://...  options: more members of the tensorstore kvstore spec, e.g.
@@ -86,7 +86,7 @@ class ObjectStore(Place[Objects]):
         path = values.spec["path"].removesuffix(f"{name}/")
         return KeyValues({**values.spec, "path": path + _INDEX}, self.context), name
 
-    # ---- what `Place` asks for
+    # ---- what `Store` asks for
 
     def content(self, name: str) -> bytes | None:
         """One request."""
@@ -125,7 +125,7 @@ class ObjectStore(Place[Objects]):
                 raise
 
     def move(self, name: str, to: str) -> None:
-        """A put and a removal, in this order; who publishes, or deletes, then looks for the other (`Place`)."""
+        """A put and a removal, in this order; who publishes, or deletes, then looks for the other (`Store`)."""
         if (data := self.content(name)) is None:
             raise FileNotFoundError(errno.ENOENT, "is missing", f"{self.text}/{name}")
         self.put(to, data)

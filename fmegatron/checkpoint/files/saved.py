@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError, Manifest
 from fmegatron.checkpoint.files.manifest import read_manifest
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.storage import Storage
 
 _TRIES = 8  # how often a reader begins anew because the checkpoint was saved again
 

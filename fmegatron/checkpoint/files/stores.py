@@ -1,4 +1,11 @@
-"""`open_store`: the `Store` of a path, a URL or a description in JSON."""
+"""`open_store`: the `Store` of a path, a URL or a description in JSON; a value.
+
+store = open_store(path_or_url)     # a directory, or s3://bucket/prefix, gs://..., memory://..., file:///...
+storage = store.locate()            # the files of the complete checkpoint that is there: read_manifest, Fetch
+storage = store.begin()             # a save in progress; other ranks: store.draft(storage.root); write_part
+store.publish(storage, marker)      # now it is the checkpoint, in one step; then always store.end(storage)
+store_from_json(store.to_json())    # the same in another process
+"""
 
 from __future__ import annotations
 
@@ -8,10 +15,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from fmegatron.checkpoint.calls.arguments import check_path
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.leases import STEP, reading
 from fmegatron.checkpoint.files.objects import ObjectStore
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.storage import Storage
 
 
 def open_store(path: str | os.PathLike | Store, options: dict[str, Any] | None = None) -> Store:

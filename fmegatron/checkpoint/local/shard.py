@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import CHUNK_BYTES, CheckpointError, Manifest, StoredLeaf, digest
 from fmegatron.checkpoint.files.leases import STEP, step_name
 from fmegatron.checkpoint.files.manifest import layout_from_json, layout_to_json, manifest_to_json, to_json_text
 from fmegatron.checkpoint.files.saved import Save, save_at
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.writing.plan import LeafPlan, homes, in_files, split_chunk
 from fmegatron.layout import Layout, Mesh
 

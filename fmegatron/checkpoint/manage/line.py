@@ -66,7 +66,9 @@ class Line:
             raise unseen from error
         of = self._steps
         wrong = None
-        if (held := of.other(step)) is not None and (at := self._set_aside([step])):  # a copy under a wrong name: it stays
+        if (held := of.other(step)) is not None and (
+            at := self._set_aside([step])
+        ):  # a copy under a wrong name: it stays
             wrong = f"{of.place(step).text}: held step {held}, and not {step}, so it was set aside: {at[0]}"
         if not finite and step not in left and of.place(step).is_complete() and of.facts(step).good:
             raise ValueError(

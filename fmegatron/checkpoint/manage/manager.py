@@ -24,7 +24,7 @@ from fmegatron.checkpoint.calls.arguments import check_step, known_ranks, ranks_
 from fmegatron.checkpoint.calls.ranks import Ranks, close_on_exit, compared, together
 from fmegatron.checkpoint.dicts.described import described
 from fmegatron.checkpoint.files import leases
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.line import Line, newest_good
 from fmegatron.checkpoint.manage.others import newer_temporary, others

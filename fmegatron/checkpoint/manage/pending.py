@@ -17,7 +17,7 @@ import torch
 from fmegatron.checkpoint.background.async_save import AsyncSaver, check_saver
 from fmegatron.checkpoint.background.handle import Handle
 from fmegatron.checkpoint.calls.ranks import Ranks, together
-from fmegatron.checkpoint.files.storage import Store
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.manage.report import Report
 
 

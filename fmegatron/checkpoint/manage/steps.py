@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, CheckpointError
 from fmegatron.checkpoint.files.manifest import step_of_head, step_of_marker
 from fmegatron.checkpoint.files.saved import SavedAgain, again, save_at
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.retention import Saved
 from fmegatron.checkpoint.reading.sample import read_back

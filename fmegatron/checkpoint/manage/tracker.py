@@ -12,9 +12,9 @@ import json
 import os
 from dataclasses import asdict, dataclass
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.notes import Notes
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 
 LATEST, FORMAT = "latest", "fmegatron.latest"

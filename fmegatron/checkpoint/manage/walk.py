@@ -19,9 +19,9 @@ from fmegatron.checkpoint.calls.arguments import flat_layouts
 from fmegatron.checkpoint.calls.ranks import Ranks, together
 from fmegatron.checkpoint.dicts.values import own_metadata
 from fmegatron.checkpoint.files import leases
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import CheckpointError
 from fmegatron.checkpoint.files.saved import SavedAgain
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.manage.others import others
 from fmegatron.checkpoint.manage.progress import progress, read_from_now
 from fmegatron.checkpoint.manage.report import state_bytes

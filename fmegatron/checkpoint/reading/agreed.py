@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fmegatron.checkpoint.calls.ranks import Ranks, compared
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import digest_text
 from fmegatron.checkpoint.files.saved import SavedAgain
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.reading.snapshot import Saved, on_snapshot, snapshot_of
 from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.reading.strict import listed

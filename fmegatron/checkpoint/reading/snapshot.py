@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import FORMAT, Array, CheckpointError, StoredLeaf, digest_text
 from fmegatron.checkpoint.files.manifest import layout_from_json
 from fmegatron.checkpoint.files.saved import Save, SavedAgain, again, save_at
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import holding, open_store
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.bands import cells

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import SHARD_BYTES, CheckpointError, Leaf, StoredLeaf
 from fmegatron.checkpoint.files.manifest import layout_from_json
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.files.targets import Target
 from fmegatron.checkpoint.reading.rounds import in_rounds

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import MOST_SMALL
-from fmegatron.checkpoint.files.storage import Storage, Store
+from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge, plan_digest
 from fmegatron.checkpoint.writing.plan import LeafPlan, in_files, is_small

@@ -21,9 +21,9 @@ from fmegatron import tree
 from fmegatron.checkpoint.calls.arguments import are_saved, check_words, flat_layouts, ranks_of
 from fmegatron.checkpoint.calls.ranks import Ranks, jointly
 from fmegatron.checkpoint.dicts.described import described
+from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.format import piece_name
 from fmegatron.checkpoint.files.parse import MOST_DEPTH, MOST_PATH
-from fmegatron.checkpoint.files.storage import Store
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.writing.part import Part, complete, merge
 from fmegatron.checkpoint.writing.plan import LeafPlan, grid_array, plan
