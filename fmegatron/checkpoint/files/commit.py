@@ -26,26 +26,25 @@ import threading
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fmegatron.checkpoint.files.format import MANIFEST, MARKER, MARKER_VERSION, CheckpointError
-from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.leases import (
     STEP,
     Holder,
     Lease,
     Watch,
     alive,
+    clean_savers,
     new_token,
     saving_note,
     say_doubts,
     settling,
 )
-from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.slots import Files, Slots
 from fmegatron.checkpoint.files.storage import Remnant, Storage
 from fmegatron.files import disk
@@ -54,7 +53,6 @@ TOKEN = re.compile(r"[0-9a-f]{12}")
 _DRAFT = re.compile(r"\.COMPLETE-([0-9a-f]{12})")
 _ASIDE = re.compile(r"ASIDE-([0-9a-f]{12}|plain)")
 _GONE = re.compile(r"\.GONE-([0-9a-f]{12}|plain)")
-_SAVING = re.compile(r"\.(.+)\.saving-([0-9a-f]{12})")
 _PLAIN = frozenset({MANIFEST, "digests.bin", "arrays", "packed", "pieces"})  # of a checkpoint in NAME itself
 _TAKEN = "was deleted by another process, which took this save for dead; save again"
 _SETTLE_S = 10.0  # for a process that cleans to read the pointer
@@ -82,10 +80,6 @@ class Withdrawn:
     """What is left of a checkpoint whose pointer is gone."""
 
     place: Store
-
-    def names(self) -> list[str]:
-        """All files, sorted."""
-        return self.place.files("").names()
 
     def delete(self, stop: threading.Event | None = None) -> None:
         """Remove them, until `stop`. Killed half-way: .GONE- is there until the end, and anybody goes on."""
@@ -184,7 +178,7 @@ class Store(Slots[Files]):
             watch, name = Watch(), self.text.rpartition("/")[2]
             self.clean_old(watch)
             doubts = self.sweep(watch)
-            _remove_notes(self.saver_notes, re.escape(name), (), watch, lambda name: self)
+            clean_savers(self.saver_notes, re.escape(name), (), watch, lambda _, token: self.has_begun(token))
             above = self.text.rpartition("/")[0]
             fix = f"if they have died, `python -m fmegatron.checkpoint gc --watch 5m {above}` removes it"
             say_doubts(self.text, doubts, fix)
@@ -281,11 +275,9 @@ class Store(Slots[Files]):
         """The pointer takes another name, and the files stay; returns where they are. FileNotFoundError for nothing."""
         if self.is_link():
             raise ValueError(f"{self.text}: got a link to another place, wanted what was saved here; remove the link")
-        try:
+        with suppress(FileNotFoundError):  # it was deleted meanwhile
             if self.inside():
                 return self._set_aside()
-        except FileNotFoundError:  # it was deleted meanwhile
-            pass
         raise FileNotFoundError(errno.ENOENT, "got nothing, wanted a save to set aside; list what is there", self.text)
 
     def _set_aside(self) -> str:
@@ -332,7 +324,7 @@ class Store(Slots[Files]):
         is being written or deleted now. watch: what this process knows of the savers of others."""
 
         def notes() -> None:
-            _remove_notes(self.notes(), pattern, keep, watch, self.child)
+            clean_savers(self.notes(), pattern, keep, watch, lambda name, token: self.child(name).has_begun(token))
 
         names = [name for name in self.children() if re.fullmatch(pattern, name) and name not in keep]
         failed: list[OSError] = []
@@ -475,21 +467,6 @@ class Store(Slots[Files]):
 
 
 _KINDS = (("tmp", _DRAFT), ("aside", _ASIDE), ("gone", _GONE))
-
-
-def _remove_notes(
-    notes: Notes | KeyNotes,
-    pattern: str,
-    keep: Collection[str],
-    watch: Watch,
-    place: Callable[[str], Store],
-) -> None:
-    """Remove the notes of savers that died before they made a draft, or were ended after it went."""
-    for note in notes.names():
-        m = _SAVING.fullmatch(note)
-        if m and re.fullmatch(pattern, m[1]) and m[1] not in keep and not place(m[1]).has_begun(m[2]):
-            if not alive(notes, note, watch):
-                notes.remove(note)
 
 
 def pointer_to(token: str, marker: bytes) -> bytes:

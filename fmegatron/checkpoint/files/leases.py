@@ -26,7 +26,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,7 @@ BEAT_S = 30.0  # who holds a lease renews its note
 _YIELD_S = 10.0  # the longest that a reader waits for a process that is about to delete (a look and a rename)
 NOBODYS = b"{}"  # a note whose owner is dead, or taken for dead
 _MOST_SHOWN, _MOST_TIME = 64, 1e11  # characters of a text of a note; seconds: the year 5138
+_SAVING = re.compile(r"\.(.+)\.saving-([0-9a-f]{12})")
 _NOTE = re.compile(r"\.(.+)\.(reading|leaving)-[0-9a-f]{12}")
 
 
@@ -338,6 +339,25 @@ def move_pin(notes: Notes | KeyNotes, name: str, token: str) -> None:
     if (data := notes.read(f".{name}.pinned")) is not None:
         notes.write(f".{name}.pinned-{token}", data, durable=True)
         notes.remove(f".{name}.pinned")
+
+
+def clean_savers(
+    notes: Notes | KeyNotes,
+    pattern: str,
+    keep: Collection[str],
+    watch: Watch,
+    has_begun: Callable[[str, str], bool],
+) -> None:
+    """Remove the notes of savers that died before they made a draft, or were ended after it went.
+
+    Of what is saved under names that match `pattern` and are not in `keep`.  has_begun: of a name and a token, whether
+    there is a draft.
+    """
+    for note in notes.names():
+        m = _SAVING.fullmatch(note)
+        if m and re.fullmatch(pattern, m[1]) and m[1] not in keep and not has_begun(m[1], m[2]):
+            if not alive(notes, note, watch):
+                notes.remove(note)
 
 
 def clean(notes: Notes | KeyNotes, watch: Watch) -> None:
