@@ -19,6 +19,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
@@ -31,14 +32,19 @@ import time
 import warnings
 from unittest import mock
 
+if __name__ == "__main__":  # before what takes seconds to import, as it begins anew
+    from tests.checkpoint import changes
+
+    changes.preload()
+
 import torch
 
-from fmegatron import checkpoint, tree
 from fmegatron.checkpoint.files import commit, leases
 from fmegatron.checkpoint.files.commit import Store, parse_pointer
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint import changes, power_cut
+from tests.checkpoint.commit_jobs import jobs
 from tests.checkpoint.commit_work import (
     FAILED,
     FILE_SYSTEMS,
@@ -55,14 +61,12 @@ from tests.checkpoint.commit_work import (
     in_line,
     judge,
     judge_one,
-    leftovers,
     manager,
     rows_of,
     saved_at,
     together,
 )
-from tests.checkpoint.crash_campaign import layouts_on
-from tests.checkpoint.fake_world import assert_same_bits, small_sizes
+from tests.checkpoint.fake_world import small_sizes
 from tests.checkpoint.forked_ranks import collect as results_of
 from tests.checkpoint.forked_ranks import launch
 
@@ -148,11 +152,12 @@ def judged(runs, folder, cases):
             return
 
 
-def states_of(disk, record, hows, rng, most, wanted):
+def states_of(disk, record, hows, rng, most, wanted, until=None):
     """At most so many of (change, how, state, what may be there) behind each change of a record; `wanted(n)`: by what
-    was acknowledged before the change of number n."""
+    was acknowledged before the change of number n. until: a directory; most are of before its next fsync."""
     made = list(changes.recorded(record))
-    every = list(itertools.product(range(len(made)), hows))
+    end = next((i for i, (_, op, path, *_) in enumerate(made) if (op, path) == ("fsync", until)), len(made))
+    every = list(itertools.product(range(end if rng.random() < 0.8 else len(made)), hows))
     taken = collections.defaultdict(list)
     for i, how in rng.sample(every, min(most, len(every))):
         taken[i].append(how)
@@ -164,7 +169,7 @@ def states_of(disk, record, hows, rng, most, wanted):
 
 
 def cuts(folder, cases, rng, worse):
-    at, record, hows = f"{folder}/at", f"{folder}/record", ("least", "most", "prefix", "prefix", *["subset"] * 6)
+    at, record, hows = f"{folder}/at", f"{folder}/record", (*power_cut.HOW, "lagging", *["subset"] * 4)
 
     def run(work):
         fresh(at)
@@ -216,19 +221,21 @@ def aimed(folder, cases, rng, worse):
         assert killed, rows
         for _, *change in changes.recorded(one):
             disk.change(*change)
+        published = os.path.dirname(change[1])
         more, _ = forked(armed(act, 0, changes.NOTHING, worse, two), at)
-        newest, versions = allowed(work, rows)
+        newest, versions, least = allowed(work, rows)
         newest, versions = [*newest, *(row[2] for row in more if row[0] == "coming")], [*versions, 7]
 
         def wanted(n):
             done = {row[0]: row[2] for row in more if row[1] < n and row[0] != "coming"}
-            return [[done["saved"]] if "saved" in done else newest, [7] if "beside" in done else versions]
+            return [[done["saved"]] if "saved" in done else newest, [7] if "beside" in done else versions, least]
 
-        hows = ("least", "most", "prefix", "subset", "subset")
-        for change, how, state, could in states_of(disk, two, hows, rng, MOST_OF_A_RUN // 8, wanted):
+        for change, how, state, could in states_of(
+            disk, two, power_cut.HOW, rng, MOST_OF_A_RUN // 16, wanted, published
+        ):
             yield {"work": work.__name__, "act": act.__name__, "behind": change, "how": how}, state, could
 
-    every = itertools.product((in_line, going_back), (again, onwards, tidied))
+    every = itertools.product((in_line, in_line, going_back), (again, onwards, tidied))
     return judged(map(run, itertools.cycle(every)), folder, cases)
 
 
@@ -298,122 +305,6 @@ def sleeping(at, number, worse, meanwhile):
     return [*rows_of(out), *more], slept
 
 
-def jobs(folder, cases, rng, worse):
-    """Each acknowledgement is a case; those of a round are judged together."""
-    at, done = f"{folder}/runs/a", 0
-    for number in itertools.count():
-        if done >= cases:
-            return
-        shutil.rmtree(f"{folder}/runs", ignore_errors=True)
-        os.mkdir(f"{folder}/runs")
-        files = [f"{folder}/{name}" for name in ("one", "two", "reads")]
-        works = [(job_saves, 2 * number), (job_saves, 2 * number + 1), (job_reads, 0)]
-        pids = [started(work, at, of, file, worse) for (work, of), file in zip(works, files, strict=True)]
-        time.sleep(rng.uniform(1.0, 8.0))
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        one, two, reads = map(rows_in, files)
-        saved = [row for row in (*one, *two) if row[0] == "saved"]
-        wrong = [row for row in (*one, *two, *reads) if row[0] in FAILED]
-        found, _ = forked(judge_jobs, at, saved, reads, worse)
-        done += len(saved)
-        refused = [row for row in (*one, *two) if row[0] == "refused"]
-        busy = sum(row[0] == "busy" for row in reads)
-        case = {"cases": len(saved), "reads": len(reads) - busy, "busy": busy, "refused": len(refused)}
-        yield case | {"last": refused[-1:]}, wrong + found
-
-
-def started(work, *args):
-    if not (pid := os.fork()):
-        try:
-            work(*args)
-        finally:
-            os._exit(0)
-    return pid
-
-
-def rows_in(path):
-    with open(path, "rb") as file:
-        return rows_of(os.dup(file.fileno()))
-
-
-def into(path):
-    """A function that adds a row to a file."""
-    file = open(path, "wb", 0)  # noqa: SIM115
-    return lambda *row: file.write((json.dumps(row) + "\n").encode())
-
-
-def of_job(value):
-    """A state of which each leaf tells its save."""
-    return tree.map(lambda layout: torch.full(layout.shape, value).to(layout.dtype), layouts_on(1))
-
-
-def job_saves(at, job, path, worse):
-    """Save and save: ["saved", value, when it began, when it was told]."""
-    send = into(path)
-    changes.arm(os.path.dirname(at), worse=worse)
-    for value in itertools.count(job % 2, 2):
-        began = time.monotonic()
-        try:
-            checkpoint.save(at, of_job(value), layouts_on(1))
-            send("saved", value, began, time.monotonic())
-        except (OSError, RuntimeError, ValueError) as error:
-            send("refused", f"{error}"[-300:])
-        except BaseException as error:
-            send("died", f"{type(error).__name__}: {error}"[-300:])
-
-
-def value_at(at):
-    """The save that a checkpoint is, which must be that one whole."""
-    got = checkpoint.restore(at, layouts_on(1))
-    assert_same_bits(got, of_job(int(got["step"])))
-    return int(got["step"])
-
-
-def job_reads(at, job, path, worse):
-    """Restore and restore: ["read", value, when it began]; as soon as there is one there always is."""
-    send, seen = into(path), False
-    while True:
-        began = time.monotonic()
-        try:
-            send("read", value_at(at), began)
-            seen = True
-        except AssertionError as error:
-            send("mixed", f"{error}"[:300])
-        except Exception as error:
-            if "was saved again, or deleted, while it was read" in str(error):
-                send("busy")
-            elif seen:
-                send("broken", f"{type(error).__name__}: {error}"[:300])
-
-
-def judge_jobs(at, saved, reads, worse, send):
-    """What is there, and what was read, is no save behind whose end another began that was acknowledged by then."""
-    changes.arm(os.path.dirname(at), worse=worse)
-    ends = {value: end for _, value, _, end in saved}
-
-    def look(what, value, when):
-        behind_it = [v for _, v, began, end in saved if began > ends.get(value, when) and end < when]
-        if behind_it:
-            send("back", what, value, behind_it[:3])
-
-    for _, value, began in (row for row in reads if row[0] == "read"):
-        look("read", value, began)
-    try:
-        look("found", value_at(at), time.monotonic())
-    except AssertionError as error:
-        send("mixed", f"{error}"[:300])
-    except Exception as error:
-        if saved:
-            send("lost", f"{type(error).__name__}: {error}"[:300], os.listdir(at))
-    checkpoint.save(at, of_job(-1), layouts_on(1))
-    if value_at(at) != -1:
-        send("lost", "the save behind it")
-    for left in leftovers(os.path.dirname(at), worse):
-        send("left", *left)
-
-
 # ---- mutants: one line of the protocol that a campaign must miss
 
 
@@ -472,11 +363,12 @@ def main(argv):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # what is set aside is said
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    count, wrong, kinds, began = 0, [], collections.Counter(), time.monotonic()
+    count, wrong, kinds, began, ran = 0, [], collections.Counter(), time.monotonic(), sum(os.times()[:4])
     with tempfile.TemporaryDirectory(dir=asked.at or memory) as folder, contextlib.ExitStack() as stack:
         stack.enter_context(small_sizes(chunk=4096, band=1024))
         for version in range(1, FINAL + 1):
             full(version), full(version, 2)
+        gc.freeze()  # a collection in a fork would copy all of memory
         if asked.mutant:
             MUTANTS[asked.mutant](stack)
         rng, at = random.Random(asked.seed), os.path.realpath(folder)
@@ -490,11 +382,20 @@ def main(argv):
                 print(json.dumps(wrong[-1]), file=sys.stderr, flush=True)
                 if asked.mutant:
                     break
-    print(json.dumps({**vars(asked), "cases": count, "failed": len(wrong), "of": kinds,
-                      "seconds": round(time.monotonic() - began)}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                **vars(asked),
+                "cases": count,
+                "failed": len(wrong),
+                "of": kinds,
+                "seconds": round(time.monotonic() - began),
+                "of_processor": round(sum(os.times()[:4]) - ran),
+            }
+        )
+    )
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    changes.preload()
     sys.exit(main(sys.argv[1:]))

@@ -4,13 +4,14 @@ import functools
 import json
 import os
 import shutil
+import sys
 import time
 import traceback
 import warnings
 
 from fmegatron import checkpoint
 from fmegatron.checkpoint.files.commit import parse_pointer, root_of
-from fmegatron.checkpoint.files.folder import FolderStore
+from fmegatron.checkpoint.files.folder import Folder, FolderStore
 from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint import changes
 from tests.checkpoint.crash_campaign import layouts_on, state
@@ -48,10 +49,12 @@ def forked(work, *args):
 
 
 def together(work, many):
-    """The rows of `work(*args, send)` for each of many arguments, all in one fork: what a process does for the first
-    time is most of what a case takes."""
+    """The rows of `work(*args, send)` for each of many arguments, all in one fork, and with few switches of threads:
+    what a process does for the first time, and waits, are most of what a case takes."""
 
     def each(send):
+        sys.setswitchinterval(1e-4)
+        Folder.readers = 1
         for args in many:
             rows = []
             try:
@@ -142,12 +145,13 @@ NEWEST = {  # (step, version) that may be the newest behind so many acknowledgem
 
 
 def allowed(work, rows, at=None, all_told=True):
-    """What may be restored ([newest steps, versions of the checkpoint beside]) behind acknowledgements, of those that
-    came before the change of a number. all_told: else there may have been more acknowledgements."""
+    """What may be restored ([newest steps, versions of the checkpoint beside], how many steps must) behind
+    acknowledgements, of those that came before the change of a number. all_told: else there may have been more."""
     done = [row[0] for row in rows if row[0] in ("saved", "beside") and (at is None or row[1] < at)]
     last = [6] if "beside" in done else [2, 6]
     newest = NEWEST[work][done.count("saved") :]
-    return [sorted(newest[0] if all_told else set().union(*newest)), last]
+    least = 1 if work is going_back and "saved" not in done else KEEP
+    return [sorted(newest[0] if all_told else set().union(*newest)), last, least]
 
 
 def armed(work, number, action, worse, record=None):
@@ -193,16 +197,19 @@ def judge(at, wanted, worse, goes_on, clean, send):
     """Send what is wrong: of what is listed, of the newest step, of the one beside; with `goes_on` of the next saves,
     with `clean` of what they leave."""
     changes.arm(at, worse=worse)
-    newest, last = wanted
+    (newest, last, least), good = wanted, []
     m = manager(at)
     for step in m.steps():
         try:
             got, metadata = m.restore(step, layouts_on(1))
             assert_same_bits(got, full(metadata["version"])[0])
+            good.append(step)
         except AssertionError as error:
             send("mixed", step, str(error)[:200])
         except Exception as error:
             send("broken", step, f"{type(error).__name__}: {error}"[:300])
+    if len(good) < least:
+        send("lost", "all steps but", good, least)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # What is there of what was not synced. least: nothing. most: all. prefix: of each file and of each directory the first
-# changes, as with a journal. subset: of each directory any of its changes, of a rename perhaps one half; a file has
-# its length and zeros in the place of what was written last, or its first writes, the last one perhaps torn.
-HOW = ("least", "most", "prefix", "subset")
+# changes, as with a journal. lagging: all, but for one directory, of which there is nothing. subset: of each directory
+# any of its changes, of a rename perhaps one half; a file has its length and zeros in the place of what was written
+# last, or its first writes, the last one perhaps torn.
+HOW = ("least", "most", "prefix", "lagging", "subset")
 
 
 @dataclass
@@ -91,16 +92,26 @@ class Disk:
 
     def after_a_cut(self, rng: random.Random, how: str) -> dict[str, object]:
         """One state: path below the folder -> bytes of a file, Link, or None of a directory."""
-        state = {}
+        state, lags = {}, None
+        if how == "lagging":
+            how, late = "most", [one for one in _directories(self.root) if one.since]
+            lags = rng.choice(late) if late else None
 
         def put(what, at):
             state[at] = what if isinstance(what, Link) else _bytes(what, rng, how) if isinstance(what, File) else None
             if isinstance(what, Directory):
-                for name, child in _names(what, rng, how).items():
+                for name, child in _names(what, rng, "least" if what is lags else how).items():
                     put(child, f"{at}/{name}")
 
         put(self.root, "")
         return state
+
+
+def _directories(at):
+    if isinstance(at, Directory):
+        yield at
+        for child in at.now().values():
+            yield from _directories(child)
 
 
 def _bytes(file, rng, how):
