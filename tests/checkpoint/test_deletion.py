@@ -12,8 +12,9 @@ from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.deletion import Deleter
 from fmegatron.checkpoint.manage.steps import Steps
+from fmegatron.checkpoint.tools.gc import collect
 from tests.checkpoint.fake_world import assert_same_bits
-from tests.checkpoint.test_manager import ONE, state
+from tests.checkpoint.test_manager import ONE, filled, state
 
 
 def test_deletion_is_in_the_background(tmp_path, monkeypatch):
@@ -151,3 +152,27 @@ def test_removal_stops_when_told(tmp_path):
     trees.remove(str(tmp_path / "a"), threading.Event())
     assert os.listdir(tmp_path) == ["outside"]
     trees.remove(str(tmp_path / "a"), threading.Event())  # nothing to do
+
+
+@pytest.mark.parametrize("by", ["manager", "gc"])
+def test_what_stays_is_durable_before_others_go(tmp_path, monkeypatch, by):
+    """Who saved it may have died before its last fsync: a power cut then takes both, what went and what stayed."""
+    filled(tmp_path, 1, 2, 3)
+    done = []
+    for name in ("durable", "withdraw"):
+        real = getattr(FolderStore, name)
+
+        def call(self, *args, name=name, real=real):
+            done.append((name, os.path.basename(self.path)))
+            return real(self, *args)
+
+        monkeypatch.setattr(FolderStore, name, call)
+    if by == "gc":
+        collect(tmp_path, keep_last=2)
+        went, stay = ["step_00000001"], ["step_00000002", "step_00000003"]
+    else:
+        filled(tmp_path, 4, keep=2)
+        went, stay = ["step_00000001", "step_00000002"], ["step_00000003", "step_00000004"]
+    first = done.index(("withdraw", went[0]))
+    assert [name for act, name in done if act == "withdraw"] == went
+    assert all(("durable", name) in done[:first] for name in stay)

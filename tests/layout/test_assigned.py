@@ -15,6 +15,7 @@ from fmegatron.collectives.random_words import positions
 from fmegatron.layout import DataParallel, Layout, Mesh, Split, check_cover, plan_reshard
 from fmegatron.optim import muon
 from tests.layout.arrays import cut, execute, numbered
+from tests.work import counted
 
 F32 = torch.float32
 PP4 = Mesh(pp=4)
@@ -204,3 +205,15 @@ def test_steps_are_refused_in_words():
         with pytest.raises(ValueError, match=wanted):
             call()
             raise AssertionError(f"{what} took {layout}")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ranks_that_hold_nothing_are_not_gone_through(padded):
+    """Of 2**40 ranks eight pieces are on eight; the other ranks are no work."""
+    mesh = Mesh(pp=2**40)
+    with counted() as work:
+        layout = Layout((8,), torch.float32, mesh, (Split("pp", order=range(8)),), padded=padded)
+        assert (
+            layout.is_even == padded and layout.padded == padded and layout.padding_axes == (("pp",) if padded else ())
+        )
+    assert work.calls < 3000 and layout.local_shape(7) == (1,) and layout.boxes(2**40 - 1) == ()

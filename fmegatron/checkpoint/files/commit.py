@@ -304,7 +304,7 @@ class Store(Slots[Files]):
             return []
         names, root = self.inside(), root_of(self.pointer())
         states = {m[1]: kind for kind, p in _KINDS for m in map(p.fullmatch, names) if m}
-        if (now := self._root()) is not None:
+        if (now := self._root()) is not None and self._stands(now):  # else somebody has renamed what it names
             states |= {n: "old" for n in names if TOKEN.fullmatch(n) and n not in states and n != now}
         return [
             Remnant(self, token, kind, self.files("" if token == "plain" else token))

@@ -295,6 +295,7 @@ class Manager:
         if old := to_delete(saved, keep, {step} | self._busy(), now):
             of.check(step)  # another process may have destroyed it, against all signs; then the older ones stay
             good = newest_good(of)
+            of.make_durable([s.step for s in saved if s.step not in old])
             self._delete([s for s in old if s != good])
 
     def _delete(self, steps: list[int]) -> None:

@@ -54,6 +54,7 @@ class Steps:
         self.watch = leases.Watch()
         self._facts: dict[int, tuple[Any, Facts]] = {}
         self._markers: dict[int, tuple[Any, int | None]] = {}
+        self._durable: dict[int, Any] = {}
 
     def name(self, step: int) -> str:
         """Name of a step in the directory."""
@@ -182,6 +183,17 @@ class Steps:
 
         self._facts.pop(step, None)
         again(work)
+
+    def make_durable(self, steps: Collection[int]) -> None:
+        """A power cut does not take these complete steps any more: who saved one may have died before its last fsync.
+
+        For who deletes others because these are there. Raises OSError.
+        """
+        for step in steps:
+            place = self.place(step)
+            if self._durable.get(step) != (stamp := place.stamp()):
+                place.durable()
+                self._durable[step] = stamp
 
     def saved(self, step: int, with_metrics: bool = False) -> Saved:
         """What the rules of retention must know of a complete step."""

@@ -108,6 +108,8 @@ def _old_steps(directory: str | os.PathLike | Store, found: Listing, keep: Keep,
     complete = steps.complete()
     old = to_delete([Saved(s) for s in complete], keep)
     good = next((s for s in reversed(complete) if steps.facts(s).good), None) if old else None
+    if not dry_run and old:
+        steps.make_durable([s for s in complete if s not in old])
     for step in old:
         path, nbytes = sizes.get(steps.name(step), (steps.place(step).text, 0))
         why = "the newest one that is good" if step == good else steps.why_held(step)
