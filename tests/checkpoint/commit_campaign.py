@@ -28,6 +28,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from unittest import mock
@@ -39,7 +40,7 @@ if __name__ == "__main__":  # before what takes seconds to import, as it begins 
 
 import torch
 
-from fmegatron.checkpoint.files import commit, leases
+from fmegatron.checkpoint.files import leases
 from fmegatron.checkpoint.files.commit import Store, parse_pointer
 from fmegatron.checkpoint.files.folder import FolderStore
 from fmegatron.checkpoint.tools.gc import collect
@@ -336,9 +337,19 @@ def _a_draft_that_is_gone_was_published(stack):
     stack.enter_context(mock.patch.object(Store, "_was_taken", lambda self, token: False))
 
 
-def _no_look_for_drafts(stack):
-    stack.enter_context(mock.patch.object(Store, "_state", lambda self, token: None))
-    stack.enter_context(mock.patch.object(commit, "alive", lambda *args: None))
+def _an_old_look_at_the_pointer(stack):
+    sweep, root, held = Store.sweep, Store._root, threading.local()
+
+    def sweep_(self, watch, synced=False, stop=None):
+        held.root = root(self)
+        time.sleep(0.001)
+        try:
+            return sweep(self, watch, synced, stop)
+        finally:
+            del held.root
+
+    stack.enter_context(mock.patch.object(Store, "sweep", sweep_))
+    stack.enter_context(mock.patch.object(Store, "_root", lambda self: getattr(held, "root", None) or root(self)))
 
 
 MUTANTS = {
@@ -346,7 +357,7 @@ MUTANTS = {
     "unsynced names": _no_sync_of_names,
     "drafts do not count": _drafts_do_not_count,
     "gone is published": _a_draft_that_is_gone_was_published,
-    "no look for drafts": _no_look_for_drafts,
+    "old look at the pointer": _an_old_look_at_the_pointer,
 }
 KINDS = {"kills": kills, "cuts": cuts, "aimed": aimed, "sleepers": sleepers, "jobs": jobs}
 

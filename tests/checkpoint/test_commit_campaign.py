@@ -25,7 +25,7 @@ MUTANTS = [  # a campaign that finds nothing of its own says nothing: (mutant, c
     ("unsynced names", "cuts", 600, "posix"),
     ("drafts do not count", "kills", 400, "copies"),
     ("gone is published", "sleepers", 400, "posix"),
-    ("no look for drafts", "jobs", 3000, "posix"),
+    ("old look at the pointer", "jobs", 3000, "posix"),
 ]
 
 
