@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from fmegatron.checkpoint.calls.ranks import Ranks
 from fmegatron.checkpoint.files.commit import Store
 from fmegatron.checkpoint.files.storage import Storage
 
-if TYPE_CHECKING:
-    from fmegatron.checkpoint.background.flights import Flights
-
 _TIDY_S = 30.0
+
+
+class Saver(Protocol):
+    """What a Handle asks of the saves of this rank (flights.py)."""
+
+    def bytes_written(self, number: int) -> int:
+        """Of this save."""
+        ...
+
+    def poll(self) -> None:
+        """Look how all pending saves stand."""
+
+    def wait(self, ended: Callable[[], bool], what: str, so: str, timeout_s: float | None = None) -> None:
+        """Poll until `ended()` on all ranks."""
+
+    def abandon(self, handle: Handle) -> None:
+        """Give a save up."""
+
+    def reported(self, handle: Handle) -> None:
+        """The failure of this save was raised."""
 
 
 class Handle:
@@ -23,7 +41,7 @@ class Handle:
     the checkpoint to be durable; None before.
     """
 
-    def __init__(self, flights: Flights, number: int, store: Store, world: Ranks, step: int | None):
+    def __init__(self, flights: Saver, number: int, store: Store, world: Ranks, step: int | None):
         self.text, self.step, self.state = store.text, step, "pending"
         self.bytes, self.staged_s = 0, 0.0
         self.durable_s: float | None = None

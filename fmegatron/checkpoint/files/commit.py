@@ -46,7 +46,7 @@ from fmegatron.checkpoint.files.leases import (
     settling,
 )
 from fmegatron.checkpoint.files.slots import Files, Slots
-from fmegatron.checkpoint.files.storage import Remnant, Storage
+from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.files import disk
 
 TOKEN = re.compile(r"[0-9a-f]{12}")
@@ -84,6 +84,17 @@ class Withdrawn:
     def delete(self, stop: threading.Event | None = None) -> None:
         """Remove them, until `stop`. Killed half-way: .GONE- is there until the end, and anybody goes on."""
         self.place.sweep(Watch(), stop=stop)
+
+
+@dataclass(frozen=True)
+class Remnant:
+    """A save at `place` that is not its checkpoint. kind: "tmp" (under way, or killed), "old" (replaced), "gone" (being
+    deleted) or "aside".  token: "plain" for files in the place itself."""
+
+    place: Store
+    token: str
+    kind: str
+    files: Storage
 
 
 class Store(Slots[Files]):
@@ -304,7 +315,7 @@ class Store(Slots[Files]):
             return []
         names, root = self.inside(), root_of(self.pointer())
         states = {m[1]: kind for kind, p in _KINDS for m in map(p.fullmatch, names) if m}
-        if (now := self._root()) is not None and self._stands(now):  # else somebody has renamed what it names
+        if (now := self._root()) is not None and self._stands(now):  # else a person has renamed what it names
             states |= {n: "old" for n in names if TOKEN.fullmatch(n) and n not in states and n != now}
         return [
             Remnant(self, token, kind, self.files("" if token == "plain" else token))

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from fmegatron.checkpoint.files.entries import Entry
 from fmegatron.checkpoint.files.leases import Lease
-
-if TYPE_CHECKING:
-    from fmegatron.checkpoint.files.commit import Store
 
 
 class Reader(Protocol):
@@ -116,14 +112,3 @@ class Storage(Protocol):
 
     def sync(self) -> None:
         """The names of all files, written by all ranks, are durable and can be read on return. Rank 0."""
-
-
-@dataclass(frozen=True)
-class Remnant:
-    """A save at `place` that is not its checkpoint. kind: "tmp" (under way, or killed), "old" (replaced), "gone" (being
-    deleted) or "aside".  token: "plain" for files in the place itself."""
-
-    place: Store
-    token: str
-    kind: str
-    files: Storage

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any
 
 from fmegatron.checkpoint.files import leases, siblings, trees
-from fmegatron.checkpoint.files.commit import Store
+from fmegatron.checkpoint.files.commit import Remnant, Store
 from fmegatron.checkpoint.files.keyvalue import KeyNotes
 from fmegatron.checkpoint.files.notes import Notes
 from fmegatron.checkpoint.files.siblings import HIDDEN
-from fmegatron.checkpoint.files.storage import Remnant
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.retention import Keep, Saved, to_delete
 from fmegatron.checkpoint.manage.steps import Steps

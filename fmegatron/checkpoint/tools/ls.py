@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fmegatron.checkpoint.files.commit import Store
+from fmegatron.checkpoint.files.commit import Remnant, Store
 from fmegatron.checkpoint.files.entries import UNKNOWN, walk
 from fmegatron.checkpoint.files.foreign import recognized
 from fmegatron.checkpoint.files.format import MARKER, CheckpointError, Manifest
@@ -17,7 +17,7 @@ from fmegatron.checkpoint.files.leases import STEP
 from fmegatron.checkpoint.files.manifest import read_manifest
 from fmegatron.checkpoint.files.saved import save_at
 from fmegatron.checkpoint.files.siblings import HIDDEN, resolve
-from fmegatron.checkpoint.files.storage import Remnant, Storage
+from fmegatron.checkpoint.files.storage import Storage
 from fmegatron.checkpoint.files.stores import open_store
 from fmegatron.checkpoint.manage.steps import Steps
 from fmegatron.checkpoint.reading.source import Source
