@@ -19,6 +19,7 @@ from fmegatron.checkpoint.reading.request import Request, match
 from fmegatron.checkpoint.reading.snapshot import Saved
 from fmegatron.checkpoint.reading.source import Foreign, Source
 from fmegatron.checkpoint.reading.strict import Difference, complaints, strictness, warn, warn_unread
+from fmegatron.checkpoint.reading.target import is_direct
 from fmegatron.layout import Layout
 
 
@@ -127,7 +128,7 @@ def fill(
 
 def _fill(tensors: list[torch.Tensor], request: Request, source: Source, rank: int, verify: bool) -> None:
     """Read what is asked for into these tensors, in the order of the request."""
-    plain = [_is_direct(x) for x in tensors]
+    plain = [is_direct(x) for x in tensors]
     # What a rule leaves as it is must be in the staged copy, too.
     into = [x if direct else x.cpu().contiguous() for x, direct in zip(tensors, plain, strict=True)]
     by_leaf: dict[str, list[Target]] = {}
@@ -137,8 +138,3 @@ def _fill(tensors: list[torch.Tensor], request: Request, source: Source, rank: i
     for x, host, direct in zip(tensors, into, plain, strict=True):
         if not direct:
             x.copy_(host)
-
-
-def _is_direct(x: torch.Tensor) -> bool:
-    """Whether bytes can be read straight into its memory."""
-    return x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg()

@@ -64,7 +64,7 @@ class Wanted:
         if not self.in_place:
             return {}
         found = {path: _tensor(x, path) for path, x in self.flat.arrays.items()}
-        return {p: x for p, x in found.items() if x is not None and _is_direct(x)}
+        return {p: x for p, x in found.items() if x is not None and is_direct(x)}
 
     def compare(self, stored: Mapping[str, Any], arrays: Mapping[str, Any], mode: Strictness, where: str) -> Difference:
         """Which plain values only one side has. Raises ValueError for what this mode refuses.
@@ -185,7 +185,8 @@ def _tensor(x: Any, path: str) -> torch.Tensor | None:
     return None
 
 
-def _is_direct(x: torch.Tensor) -> bool:
+def is_direct(x: torch.Tensor) -> bool:
+    """Whether bytes can be read straight into its memory."""
     return x.device.type == "cpu" and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,17 +41,15 @@ def matching(source: Source, pattern: str | None, paths: Sequence[str]) -> list[
     return found
 
 
-def read(
-    source: Source, wanted: Sequence[Block], dtypes: Mapping[str, torch.dtype] | None = None
-) -> list[torch.Tensor]:
-    """The elements of blocks, verified, as contiguous CPU tensors, cast where `dtypes` has the path.
+def read(source: Source, wanted: Sequence[Block]) -> list[torch.Tensor]:
+    """The elements of blocks, verified, as contiguous CPU tensors.
 
     Blocks that are read together share bands: each is read once. Raises CheckpointError naming leaf and file.
     """
     tensors: list[torch.Tensor] = []
     targets: dict[str, list[Target]] = {}
     for block in wanted:
-        x = torch.empty(block.shape, dtype=(dtypes or {}).get(block.leaf.path) or block.leaf.torch_dtype)
+        x = torch.empty(block.shape, dtype=block.leaf.torch_dtype)
         tensors.append(x)
         if x.numel():
             targets.setdefault(block.leaf.path, []).append(block.target(x))
@@ -137,15 +135,10 @@ def batches(source: Source, leaves: Iterable[Leaf], most: int = PORTION_BYTES) -
     return in_rounds((block for leaf in leaves for block in blocks(source, leaf, most)), most)
 
 
-def stream(
-    source: Source, leaves: Iterable[Leaf], most: int = PORTION_BYTES, dtypes: Mapping[str, torch.dtype] | None = None
-) -> Iterator[tuple[Block, torch.Tensor]]:
-    """The elements of leaves, block by block in row-major order; at most about `most` stored bytes are held at a time.
-
-    dtypes: by path, what to cast to.
-    """
+def stream(source: Source, leaves: Iterable[Leaf], most: int = PORTION_BYTES) -> Iterator[tuple[Block, torch.Tensor]]:
+    """The elements of leaves, block by block in row-major order; about `most` stored bytes at most are held at a time."""
     for batch in batches(source, leaves, most):
-        tensors = read(source, batch, dtypes)
+        tensors = read(source, batch)
         tensors.reverse()
         for block in batch:
             yield block, tensors.pop()  # given back when its reader is done with it
