@@ -136,7 +136,7 @@ def batches(source: Source, leaves: Iterable[Leaf], most: int = PORTION_BYTES) -
 
 
 def stream(source: Source, leaves: Iterable[Leaf], most: int = PORTION_BYTES) -> Iterator[tuple[Block, torch.Tensor]]:
-    """The elements of leaves, block by block in row-major order; about `most` stored bytes at most are held at a time."""
+    """The elements of leaves, block by block in row-major order; about `most` stored bytes are held at a time."""
     for batch in batches(source, leaves, most):
         tensors = read(source, batch)
         tensors.reverse()
