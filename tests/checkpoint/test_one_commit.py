@@ -18,6 +18,7 @@ from fmegatron.checkpoint.tools.gc import collect
 from fmegatron.files import whole
 from tests.checkpoint.faulty import Killed, lives
 from tests.checkpoint.test_manager import ONE, state
+from tests.checkpoint.tokens import plain
 
 GONE = "was deleted by another process, which took this save for dead"
 
@@ -475,3 +476,17 @@ def test_a_place_that_goes_before_a_change(place, monkeypatch, act):
             break
         outcomes.add("gone")
     assert outcomes == {"gone", *(["said"] if words else [])}, (at, outcomes)
+
+
+@pytest.mark.parametrize("act", ["withdraw", "set_aside"])
+def test_a_name_that_version_3_had_taken(folder_place, act):
+    """A re-save of version 3 was killed between two renames: the step is there under a hidden name, and goes, too."""
+    checkpoint.save(folder_place, state(3), ONE, step=7)
+    os.rename(plain(folder_place.path), f"{folder_place.above().path}/.step_00000007.old-aaaaaaaaaaaa")
+    assert version_of(folder_place) == 3
+    if act == "withdraw":
+        folder_place.withdraw().delete()
+        assert os.listdir(folder_place.above().path) == []
+    else:
+        assert folder_place.set_aside() == folder_place.path and version_of(folder_place) is None
+        assert [left.kind for left in folder_place.leftovers()] == ["aside"]
