@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fmegatron import model, nn, optim, step, tree
-from fmegatron.collectives import connect
+from fmegatron import model, nn, optim
 from fmegatron.layout import Mesh
 from fmegatron.step import Pipeline
 from fmegatron.step.durations import Rates
@@ -17,10 +16,10 @@ from fmegatron.step.pipeline.pairs import faces
 from fmegatron.step.timelines.measured import _on_paper
 from fmegatron.step.timelines.planned import PaperWorld, planned
 from fmegatron.step.timelines.stages import graph_of, pipelines_of
-from fmegatron.testing import split
 from tests.step.pipeline import test_cover
 from tests.step.pipeline.hand import worst
 from tests.step.pipeline.test_cover import Case
+from tests.step.pipeline.test_cover_on_ranks import require_one_ranks_update
 from tests.step.pipeline.test_gathers import plan_of
 
 TABLE, STAGES = schedules.dualpipe_v(2, 4), (1, 1, 1, 1)
@@ -111,26 +110,7 @@ def test_an_update(name):
     assert report.ok, report
 
 
-def on_ranks(rank: int, name: str, backend: str):
-    """(state and metrics of this rank behind a step, whether the check found nothing)."""
-    fn, mesh, layouts, args = test_cover.made(CASES[name], True)
-    world = connect(mesh)
-    state, batch = [
-        tree.place(tree.map(torch.clone, split(given, of, mesh)[rank]), of)
-        for given, of in zip(args, layouts, strict=True)
-    ]
-    jitted = step.jit(fn, donate=0, world=world, backend=backend)
-    found, metrics = jitted(state, batch)
-    (compiled,) = jitted.cache.values()
-    return tree.map(torch.clone, (found, metrics)), compiled.report.ok
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_on_four_ranks(ranks, name):
-    found = ranks.run(on_ranks, name, "inductor", ranks=4, timeout_s=3600)
-    state, metrics = test_cover.updated(CASES[name], False)[0]
-    _, mesh, (layouts, _), _ = test_cover.made(CASES[name], True)
-    for rank, (of_rank, ok) in enumerate(found):
-        error, path = worst((split(state, layouts, mesh)[rank], metrics), of_rank)
-        assert ok and error <= 1e-10, (rank, path, error)
+    require_one_ranks_update(ranks, CASES[name])
