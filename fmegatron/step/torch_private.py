@@ -221,7 +221,7 @@ def last_call_of(op: Op) -> torch.fx.Node | None:
 def last_recorded() -> torch.fx.Node | None:
     """Where make_fx records (in this thread), the newest node."""
     mode = get_proxy_mode()
-    return None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)  # 2.11: a list
 
 
 def reaches_before(root: torch.Tensor, began: torch.fx.Node | None) -> bool:
