@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fmegatron.step.graph.nodes import OPAQUE
+from fmegatron.step.torch_private import forget_operator
 
 __all__ = ["Begun", "defined", "existing", "free_name"]
 
@@ -33,6 +34,7 @@ def defined(
     costs 0.15 ms per call. The operator is gone when its library is.
     """
     library = torch.library.Library(namespace, "FRAGMENT")
+    weakref.finalize(library, forget_operator, namespace, name).atexit = False
     library.define(f"{name}{schema}")
     # torch keeps what it is given here for as long as the process lives, also of a library that is gone; the graph that
     # calls the operator keeps its owner.

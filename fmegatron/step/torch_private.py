@@ -82,6 +82,7 @@ __all__ = [
     "extract_subgraph",
     "forget_compiled",
     "forget_constant",
+    "forget_operator",
     "functional_graph",
     "fx_traceback",
     "get_proxy_slot",
@@ -247,6 +248,14 @@ def forget_constant(x: Any, tracer: PythonKeyTracer) -> None:
     for known in (x, get_proxy_slot(x, tracer, None)):
         if known is not None and hasattr(known, "constant"):
             known.constant = None
+
+
+def forget_operator(namespace: str, name: str) -> None:
+    """Let torch.ops look an operator up when it is next asked for. What it has kept of one whose library is gone is
+    unusable; torch before 2.13 keeps it where the library was collected, so that the name seems to be taken."""
+    found = getattr(torch.ops, namespace)
+    if vars(found).pop(name, None) is not None and name in found._dir:
+        found._dir.remove(name)
 
 
 outside_of_tracing = _disable_current_modes  # context: ops run for real although an outer trace is active
