@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import optree
 
@@ -43,6 +43,14 @@ class Axis:
 
     def __str__(self) -> str:
         return "+".join(self.names) or "(size 1)"
+
+    def _no_number(self, other: Any) -> NoReturn:
+        """TypeError: an axis is no number; the number of its ranks is."""
+        del other
+        name = f"axes[{', '.join(map(repr, self.names))}]"
+        raise TypeError(f"got arithmetic with the axis {self}, wanted a number; the number of its ranks is {name}.size")
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _no_number
 
 
 @dataclass(frozen=True)

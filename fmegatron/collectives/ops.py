@@ -48,7 +48,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     Each rank uses the gathered value for its own purpose, so the gradients of all ranks are summed on the way back.
     An interleaved dim is left as it comes, the shards side by side.
     """
-    dim = _dim(x, dim, f"all_gather over {_own(axis, 'all_gather')}")
+    dim = _dim(x, dim, f"all_gather over {_own(axis, 'all_gather', x)}")
     return all_gather_many([x], axis, [_side_by_side(axis, dim)])[0]
 
 
@@ -94,7 +94,7 @@ def all_gather_many(
 
     Raises ValueError for a place that does not fit its tensor.
     """
-    _own(axis, "all_gather")
+    _own(axis, "all_gather", *xs)
     wires = [wire] * len(xs) if isinstance(wire, Wire) else list(wire)
     scales = [None] * len(xs) if scales is None else list(scales)
     if axis.size == 1:
@@ -158,7 +158,8 @@ def _idle(wire: Wire, dtype: torch.dtype) -> bool:
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """`x[S]{U_a} -> x[S_a]`; transpose: all_gather over a on the same dim. The dim must divide by the axis size."""
-    return reduce_scatter_many([x], axis, [_dim(x, dim, f"reduce_scatter over {_own(axis, 'reduce_scatter')}")])[0]
+    dim = _dim(x, dim, f"reduce_scatter over {_own(axis, 'reduce_scatter', x)}")
+    return reduce_scatter_many([x], axis, [dim])[0]
 
 
 def reduce_scatter_many(
@@ -170,7 +171,7 @@ def reduce_scatter_many(
     an all_to_all of bytes and local sums in the order of the ranks; the bytes are those of a reduce-scatter.
     Raises ValueError for a place that does not fit its tensor, dims that do not divide included.
     """
-    who = f"reduce_scatter over {_own(axis, 'reduce_scatter')}"
+    who = f"reduce_scatter over {_own(axis, 'reduce_scatter', *xs)}"
     if axis.size == 1:
         return [x.to(wide(x.dtype)) if exact else x for x in xs]
     places = _places(xs, axis, dims, who)
@@ -191,7 +192,7 @@ def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Ten
     One all_reduce where all have one dtype. exact (as in `reduce_scatter_many`), or several dtypes: a reduce-scatter of
     bytes by all_to_all and an all-gather of the sums; one all-gather and local sums where that sends no more or little.
     """
-    if _own(axis, "psum").size == 1:
+    if _own(axis, "psum", *xs).size == 1:
         return [x.to(wide(x.dtype)) if exact else x for x in xs]
     _require_sums(xs, exact, f"psum over {axis}")
     return PSUM(xs, axis, exact)
@@ -199,7 +200,7 @@ def psum_many(xs: Sequence[Tensor], axis: Axis, exact: bool = False) -> list[Ten
 
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """`x -> x`, the identity; transpose: psum over a. Marks where a replicated value begins to be used differently."""
-    if _own(axis, "enter").size == 1:
+    if _own(axis, "enter", x).size == 1:
         return x
     return linear(lambda xs, *_: _same(xs), lambda gs, *_: PSUM.emit(gs, axis, False), [x], name=f"enter over {axis}")[
         0
@@ -208,7 +209,7 @@ def enter(x: Tensor, axis: Axis) -> Tensor:
 
 def pmax(x: Tensor, axis: Axis) -> Tensor:
     """Elementwise maximum over a; no gradient passes (the argument is detached)."""
-    return x.detach() if _own(axis, "pmax").size == 1 else PMAX([x], axis)[0]
+    return x.detach() if _own(axis, "pmax", x).size == 1 else PMAX([x], axis)[0]
 
 
 # ---- moves -----------------------------------------------------------------------------------------------------------
@@ -225,7 +226,7 @@ def all_to_all_many(
     split_dims, concat_dims: S and C of each tensor. Raises ValueError for a dim that a tensor does not have, and for a
     split dim that does not divide by the axis.
     """
-    who = f"all_to_all over {_own(axis, 'all_to_all')}"
+    who = f"all_to_all over {_own(axis, 'all_to_all', *xs)}"
     if len(xs) != len(split_dims) or len(xs) != len(concat_dims):
         raise ValueError(
             f"{who}: got {len(xs)} tensors, {len(split_dims)} split dims and {len(concat_dims)} concat dims, wanted "
@@ -254,7 +255,7 @@ def all_to_all_rows(x: Tensor, send: Tensor, recv: Tensor, axis: Axis, rows: int
 
     Raises ValueError for counts of another shape or dtype, and for rows below 0.
     """
-    who = f"all_to_all_rows over {_own(axis, 'all_to_all_rows')}"
+    who = f"all_to_all_rows over {_own(axis, 'all_to_all_rows', x, send, recv)}"
     for name, counts in (("send", send), ("recv", recv)):
         if tuple(counts.shape) != (axis.size,) or counts.dtype != torch.int64:
             raise ValueError(
@@ -279,7 +280,7 @@ def ppermute(x: Tensor, axis: Axis, shift: int) -> Tensor:
             f"ppermute over {_own(axis, 'ppermute')}: got shift={shift!r}, wanted a whole number: every rank sends to "
             "the one that is so many behind it; the pairs (i, i + 1) of all ranks are shift=1"
         )
-    _own(axis, "ppermute")
+    _own(axis, "ppermute", x)
     return PPERMUTE([x], axis, shift)[0]
 
 
@@ -289,7 +290,7 @@ def shard(x: Tensor, axis: Axis, dim: int | Place) -> Tensor:
     dim: a `Place` where the parts have padding behind them, which then is zeros. Raises ValueError for a dim or place
     that does not fit.
     """
-    who = f"shard over {_own(axis, 'shard')}"
+    who = f"shard over {_own(axis, 'shard', x)}"
     dim = dim if isinstance(dim, Place) else _dim(x, dim, who)
     if axis.size == 1:
         return x
@@ -403,11 +404,17 @@ def as_terms(x: Tensor, axis: Axis, count: Tensor | float) -> Tensor:
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-def _own(axis: Axis, who: str) -> Axis:
-    """The axis. ValueError for what is none, such as its name."""
+def _own(axis: Axis, who: str, *given: Tensor) -> Axis:
+    """The axis. ValueError for what is none, such as its name, and for a value that is no tensor."""
     if not isinstance(axis, Axis):
         name = repr(axis) if isinstance(axis, str) else "name"
         raise ValueError(f"{who}: got the axis {axis!r}, wanted a value of Axes; with axes = Axes(mesh): axes[{name}]")
+    for x in given:
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"{who} over {axis}: got a value of type {type(x).__name__}, wanted a tensor; of a tree it is "
+                f"tree.map(lambda x: {who}(x, ...), values), and the number of ranks is the axis's own: axis.size"
+            )
     return axis
 
 

@@ -100,23 +100,40 @@ def test_bad_axes():
         Axes(Mesh(a=2))["a", "a"]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, axis: c.psum(x, axis),
-        lambda x, axis: c.enter(x, axis),
-        lambda x, axis: c.pmax(x, axis),
-        lambda x, axis: c.all_gather(x, axis, 0),
-        lambda x, axis: c.reduce_scatter(x, axis, 0),
-        lambda x, axis: c.all_to_all(x, axis, 0, 1),
-        lambda x, axis: c.ppermute(x, axis, 1),
-        lambda x, axis: c.shard(x, axis, 0),
-        lambda x, axis: c.axis_index(axis),
-    ],
-)
+CALLS = [
+    lambda x, axis: c.psum(x, axis),
+    lambda x, axis: c.enter(x, axis),
+    lambda x, axis: c.pmax(x, axis),
+    lambda x, axis: c.all_gather(x, axis, 0),
+    lambda x, axis: c.reduce_scatter(x, axis, 0),
+    lambda x, axis: c.all_to_all(x, axis, 0, 1),
+    lambda x, axis: c.ppermute(x, axis, 1),
+    lambda x, axis: c.shard(x, axis, 0),
+]
+
+
+@pytest.mark.parametrize("call", [*CALLS, lambda x, axis: c.axis_index(axis)])
 def test_the_name_of_an_axis_is_not_an_axis(call):
     with pytest.raises(ValueError, match=r"got the axis 'dp', wanted a value of Axes; .* axes\['dp'\]"):
         call(torch.ones(4, 4), "dp")
+
+
+@pytest.mark.parametrize("value", [{"a": torch.ones(4, 4)}, [torch.ones(4, 4)], 1.0], ids=["dict", "list", "number"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_tensor_is_refused(call, ranks, value):
+    """As jax.lax.psum takes trees and numbers; over one rank, too, where nothing is sent."""
+    kind = type(value).__name__
+    with pytest.raises(ValueError, match=rf"over .*: got a value of type {kind}, wanted a tensor; .*tree\.map.*\.size"):
+        call(value, Axes(Mesh(dp=ranks))["dp"])
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x, dp: x / dp, lambda x, dp: dp * x, lambda x, dp: 8 // dp, lambda x, dp: dp + 1]
+)
+def test_an_axis_is_no_number(use):
+    with pytest.raises(TypeError, match=r"arithmetic with the axis dp, wanted a number; .* axes\['dp'\]\.size"):
+        use(torch.ones(4), Axes(Mesh(dp=2))["dp"])
 
 
 def test_a_ring_is_a_shift():
