@@ -89,10 +89,14 @@ def test_commands_exist(name):
             assert (ROOT / f"experiments/benchmarks/{command.removeprefix('bench-')}.py").exists(), command
 
 
+def python_of(page: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+
+
 def blocks() -> list[str]:
     """The Python block of the README, and those of the pages that go on from it."""
-    pages = ("README.md", "docs/data_parallelism.md", "docs/randomness.md")
-    found = [re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S) for page in pages]
+    found = [python_of(page) for page in ("README.md", "docs/data_parallelism.md", "docs/randomness.md")]
     assert [len(of) for of in found] == [1, 2, 1]
     return [code for of in found for code in of]
 
@@ -156,6 +160,16 @@ def test_state_and_batches_lie_where_the_world_computes(monkeypatch):
 def test_randomness_runs():
     names = run(blocks()[3], {"tree": tree})
     assert names["noise"].shape == (16, 64) and 0 < (names["x"] == 0).sum() < 16 * 64
+
+
+def test_which_collective_goes_where(capsys):
+    """The right one is proven; of the other the finding says what its page says."""
+    for code in python_of("docs/checking.md"):
+        run(code, {})
+    said = capsys.readouterr().out
+    assert (
+        "adds a pending sum and a value that is sharded" in said and "Fix: enter(x, axis) what all ranks have" in said
+    )
 
 
 @pytest.mark.parametrize("name", PAPERS)

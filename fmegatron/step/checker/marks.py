@@ -68,6 +68,7 @@ _SIZE = "by a size of a rank's part, which is another than that of one rank"
 _ROWS_OVER = "divides a rank's own rows by the number of ranks, of which one has none"
 _ROWS_TIMES = "multiplies a rank's own rows by the number of ranks"
 _MEAN = "Leave the division out; or write the terms as means: x.mean(), or x.sum() / len(x), before that"
+_ENTER = "enter(x, axis) what all ranks have, where each begins to use it as its own; that sums its gradient"
 _OWN_TERM = "combines a term of a rank with the reduction over all ranks"
 # Of a scaled argument these make something equally scaled, or not scaled at all.
 _KEEPS = frozenset(("same", "beside", "abs"))
@@ -175,7 +176,8 @@ def _sums(scope, node, kind, values, axis, pending, others) -> Mark | None:
             what = f"adds a pending sum and a value that is {_state(others, axis)}"
             if kind == "sum" and local_mean and is_added_up(node):  # to each of a rank's rows the mean of them
                 return scope.vague(node, what, "psum it first")
-            return suspected(node, what, "psum it first", first.birth)
+            backward = first.birth is not None and first.birth.meta.get("backward")
+            return suspected(node, what, _ENTER if backward else "psum it first", first.birth)
         if kind == "sum" and local_mean:
             return scope.unknown(node, _OWN_TERM) if _own_reduction(scope, node, axis, first.birth) else first
         if _own_reduction(scope, node, axis, first.birth):
