@@ -22,6 +22,7 @@ from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step.checker.context import line_of, op_name
 from fmegatron.step.checker.shapes import Open
 from fmegatron.step.checker.sizes import may_be_of
+from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.other_mesh import OneRank, on_one_rank
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree import structure
@@ -55,7 +56,7 @@ def known_numbers(
     layouts: of the arguments of the function. told: what the user's code asked of the mesh.
     """
     mesh, graph = tree.leaves(layouts)[0].mesh, traced.graph_module.graph
-    asked = any("asked" in node.meta for node in graph.nodes)
+    asked = any("asked" in node.meta for node in _nodes(graph))
     axes = [a for a in mesh.names if mesh[a] > 1 and (asked or any(a in dict(one.over) for one in told))]
     made, tried = dict[torch.fx.Node, dict[float, dict[str, _Way]]](), set[str]()
     inside = _asked_inside(fn, layouts, axes, empty) if len(axes) > 1 else frozenset()
@@ -71,7 +72,7 @@ def known_numbers(
             for number, way in ways.items():
                 made.setdefault(node, {}).setdefault(number, {})[axis] = way
         tried.add(axis)
-    forward = {(one.meta.get("seq_nr"), number) for one in made for number in made[one] if not one.meta.get("backward")}
+    forward = {(*_op(one), number) for one in made for number in made[one] if not one.meta.get("backward")}
     every = tried == {axis for axis in mesh.names if mesh[axis] > 1}
     for node, every_number in made.items():
         if every and {"parts", "sums"} & node.meta.keys():
@@ -114,7 +115,12 @@ def _note_constants(
 
 def _is_of_forward(node: torch.fx.Node, forward: Collection[tuple]) -> bool:
     """Whether a number of the backward is one that an op of the forward was given."""
-    return any((node.meta.get("seq_nr"), number) in forward for number in _numbers(node))
+    return any((*_op(node), number) in forward for number in _numbers(node))
+
+
+def _op(node: torch.fx.Node) -> tuple:
+    """Which op of the forward a node belongs to, by its number in a graph."""
+    return node.graph, node.meta.get("seq_nr")
 
 
 def _note_more(node: torch.fx.Node, numbers: Mapping[float, Mapping[str, _Way]], mesh: Mesh) -> None:
@@ -238,11 +244,23 @@ def _way(here: float, there: float, ranks: int) -> _Way:
 def _by_line(graph: torch.fx.Graph) -> Mapping[tuple[str, str], list[torch.fx.Node]]:
     """Nodes that are given numbers, by lines and ops."""
     found: dict[tuple[str, str], list[torch.fx.Node]] = {}
-    for node in graph.nodes:
+    for node in _nodes(graph):
         # An item of several results has no schema.
         if torch_private.schema_of(node.target) and op_name(node).rstrip("_") in _GIVEN:
             found.setdefault((line_of(node), op_name(node)), []).append(node)
     return found
+
+
+def _nodes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Those of a graph, and of the compiled layers in it, each once."""
+    todo, seen = [graph], {graph}
+    while todo:
+        for node in todo.pop(0).nodes:
+            yield node
+            inner = entry_of(node).graph_module.graph if hasattr(node.target, "entry") else graph
+            if inner not in seen:
+                seen.add(inner)
+                todo.append(inner)
 
 
 def _numbers(node: torch.fx.Node) -> list[float]:
