@@ -26,6 +26,7 @@ from fmegatron.step.torch_private import (
     make_fx,
     mark_backward,
     min_cut,
+    opname,
     outside_of_tracing,
 )
 from fmegatron.step.tracing import make_fakes, record, recorded
@@ -43,7 +44,7 @@ __all__ = [
     "require_policy",
 ]
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_VIEWS = ("view", "_unsafe_view")
 _MADE = "fmegatron_made_again"
 Policy = str | float | Callable
 
@@ -183,7 +184,7 @@ def functional(graph_module, fakes: Sequence, mode, decompositions: Any = None) 
 
 def _shape_by_ranks(node: Any) -> tuple:
     """Of the numbers that a view is given, those that are made of numbers of ranks alone, and of what (`tracing`)."""
-    if node.target not in _VIEWS:
+    if not isinstance(node.target, Op) or opname(node.target) not in _VIEWS:
         return ()
     return tuple((n, made) for n, made in node.meta.get("made", ()) if made and made[1] and not made[0] and not made[2])
 
