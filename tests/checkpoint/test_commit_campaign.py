@@ -8,7 +8,6 @@ import pytest
 
 from tests.house import ROOT
 
-pytestmark = pytest.mark.slow
 NOTHING_LOST = [
     ("kills", 500, "posix"),
     ("kills", 500, "copies"),
@@ -20,6 +19,7 @@ NOTHING_LOST = [
     ("jobs", 10000, "posix"),
     ("jobs", 3000, "copies"),
 ]
+A_FEW = [("kills", 10, "copies"), ("cuts", 30, "posix"), ("aimed", 30, "posix"), ("sleepers", 12, "posix")]
 MUTANTS = [  # a campaign that finds nothing of its own says nothing: (mutant, campaign, most cases, on)
     ("unsynced deletion", "aimed", 600, "posix"),
     ("unsynced names", "cuts", 600, "posix"),
@@ -37,13 +37,22 @@ def campaign(python, kind, cases, on, *more, seconds=7200):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("kind, cases, on", NOTHING_LOST)
+SLOW, MEDIUM = pytest.mark.slow, pytest.mark.medium
+SIZES = [
+    *(pytest.param(*row, marks=SLOW) for row in NOTHING_LOST),
+    *(pytest.param(*row, marks=MEDIUM) for row in A_FEW),
+]
+
+
+@pytest.mark.parametrize("kind, cases, on", SIZES)
 def test_nothing_is_lost(python, kind, cases, on):
     found, said = campaign(python, kind, cases, on)
     assert found["failed"] == 0 and found["cases"] >= cases, said
 
 
-@pytest.mark.parametrize("mutant, kind, cases, on", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant, kind, cases, on", [pytest.param(*m, marks=SLOW if i else MEDIUM) for i, m in enumerate(MUTANTS)]
+)
 def test_a_mutant_is_found(python, mutant, kind, cases, on):
     found, said = campaign(python, kind, cases, on, "--mutant", mutant, seconds=480)
     assert found["failed"] == 1, (found, said)
