@@ -214,15 +214,14 @@ def is_tracing() -> bool:
 def last_call_of(op: Op) -> torch.fx.Node | None:
     """Where make_fx records (in this thread), the node of the newest call of an operator."""
     mode = get_proxy_mode()
-    if mode is None:
-        return None
-    return next((node for node in reversed(mode.tracer.graph.nodes) if node.target is op), None)
+    nodes = () if mode is None else reversed(mode.tracer.graph.nodes)
+    return next((node for node in nodes if node.target is op), None)
 
 
 def last_recorded() -> torch.fx.Node | None:
     """Where make_fx records (in this thread), the newest node."""
-    mode = get_proxy_mode()
-    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)  # 2.11: a list
+    mode = get_proxy_mode()  # `reversed` is no iterator in 2.11
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
 
 
 def reaches_before(root: torch.Tensor, began: torch.fx.Node | None) -> bool:
@@ -251,11 +250,9 @@ def forget_constant(x: Any, tracer: PythonKeyTracer) -> None:
 
 
 def forget_operator(namespace: str, name: str) -> None:
-    """Let torch.ops look an operator up when it is next asked for. What it has kept of one whose library is gone is
-    unusable; torch before 2.13 keeps it where the library was collected, so that the name seems to be taken."""
-    found = getattr(torch.ops, namespace)
-    if vars(found).pop(name, None) is not None and name in found._dir:
-        found._dir.remove(name)
+    """Let torch.ops look an operator up again; torch 2.11 keeps what it knew of one whose library was collected."""
+    if (known := vars(getattr(torch.ops, namespace))).pop(name, None) and name in known["_dir"]:
+        known["_dir"].remove(name)
 
 
 outside_of_tracing = _disable_current_modes  # context: ops run for real although an outer trace is active
