@@ -22,7 +22,7 @@ from fmegatron.step.lower import copy_module
 from fmegatron.step.operators import Begun
 from fmegatron.step.torch_private import Op, opname
 
-__all__ = ["is_brought", "leaving", "moves"]
+__all__ = ["is_brought", "leaving"]
 
 
 class Leaving:
@@ -48,11 +48,6 @@ class Leaving:
     def _wait(self, *tensors: torch.Tensor) -> None:
         del tensors
         self.copies.left()
-
-
-def moves(node: fx.Node) -> bool:
-    """Whether a node copies between a device and its host, in a lowered graph."""
-    return _is(node, "to_host") or _is(node, "from_host")
 
 
 def is_brought(node: fx.Node) -> bool:

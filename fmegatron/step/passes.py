@@ -15,7 +15,7 @@ from fmegatron.step.arriving import arriving
 from fmegatron.step.compile import IN_ORDER, compile_graph
 from fmegatron.step.gloo_all_to_all import exchanged
 from fmegatron.step.graph.nodes import RUNS, entry_of, items_of, opaque_entries
-from fmegatron.step.leaving import leaving, moves
+from fmegatron.step.leaving import leaving
 from fmegatron.step.lower import RankInputs, copy_module, lower
 from fmegatron.step.overlap.gathers import units
 from fmegatron.step.overlap.schedule import KEEP_ORDER, KEEP_WAITS, Overlap, hides, overlapped, planned_peak
@@ -84,7 +84,7 @@ class Program:
         overlap, order = self.target.overlap, {}
         if overlap is not None and overlap.reorders and hides(self.stages["overlap"].graph.nodes):
             order = overlap.options
-        elif any(map(moves, self.stages["lower"].graph.nodes)):
+        elif any("keeps" in node.meta for node in self.stages["stream"].graph.nodes):
             order = KEEP_ORDER
         elif units(self.stages["lower"].graph):
             order = KEEP_WAITS
