@@ -26,6 +26,7 @@ _WAITS = frozenset(
 )
 # And of ours, with what they read: an exchange of rows sends as many as a tensor says.
 _OURS = MappingProxyType({"all_to_all_rows": "counts of rows", "grouped_mm": "the ends of groups"})
+_SENT = ("to_host", "rooms_on_host")  # `step.offload`, `step.leaving`: pinned, without a wait
 _OF_TORCH = frozenset({"aten", "prims", "prim", "_c10d_functional", "inductor", "higher_order"})
 _ATTENTION = re.compile(r"(scaled_dot_product|flash|efficient|tiled)_?\w*attention|flex_attention")
 
@@ -41,9 +42,7 @@ def on_host(graph: Graph) -> list[str]:
         if node.op == "output" or node in meant or "cpu" not in _devices(node):
             continue
         given = [x for x in node.all_input_nodes if "cpu" in _devices(x)]
-        sent = (
-            isinstance(node.target, torch_private.Op) and torch_private.opname(node.target) == "to_host"
-        )  # `step.offload`: pinned, without a wait
+        sent = isinstance(node.target, torch_private.Op) and torch_private.opname(node.target) in _SENT
         if sent or (given and meant.issuperset(given)):
             meant.add(node)
             continue
