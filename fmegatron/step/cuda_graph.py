@@ -34,7 +34,8 @@ _WAITS = MappingProxyType(
         "fmegatron_nn::grouped_mm": "ends of groups are read on the host; compute experts in bf16",
         "fmegatron_step::to_host": "values travel to host memory; leave out offload",
         "fmegatron_step::from_host": "values travel from host memory; leave out offload",
-        "fmegatron_step::rooms": "parameters travel from host memory; leave out memory",
+        "fmegatron_step::rooms_on_host": "values travel to host memory; leave out offload",
+        "fmegatron_step::rooms": "values travel from host memory; leave out memory, and offload",
     }
 )
 

@@ -198,7 +198,7 @@ def test_a_host_that_works_is_refused_with_its_line():
     graph = lowered(tiny.mlp_step("inputs"), (state(), tiny.mlp_batch()))
     assert isinstance(cuda_graph.recorder_on(CUDA, graph, None), cuda_graph.OnDevice)
     graph = lowered(tiny.mlp_step("inputs", offload=0), (state(), tiny.mlp_batch()))
-    with pytest.raises(ValueError, match=r"got to_host\w* at .*tiny.py:\d+.* travel to host memory; leave out offload"):
+    with pytest.raises(ValueError, match=r"got rooms_on_host\w* at .*tiny.py:\d+.* travel to host .*leave out offload"):
         cuda_graph.recorder_on(CUDA, graph, None)
 
 
