@@ -66,7 +66,7 @@ def leaving(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph, groups = module.graph, list(_groups(module.graph))
     position = {node: i for i, node in enumerate(graph.nodes)}
     digest = hashlib.sha256(graph_module.code.encode()).hexdigest()[:16]
-    run = Leaving(groups[0][0].args[0].meta["val"].device, digest)
+    run = Leaving(node_of(groups[0][0].args[0]).meta["val"].device, digest)
     ends = [group[-1].next for group in groups]  # where they begin
     for number, (group, at) in enumerate(zip(groups, ends, strict=True)):
         sources, values = [node_of(node.args[0]) for node in group], [node.meta["val"] for node in group]

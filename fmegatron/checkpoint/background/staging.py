@@ -204,7 +204,7 @@ def begin_staging(
                 source.append(box.view(leaf))
     _move(moves)
     if here := [pair for pair in zip(into, source, strict=True) if pair[1].is_cpu]:
-        copy_all(*map(list, zip(*here, strict=True)))
+        copy_all([to for to, _ in here], [x for _, x in here])
     landing = Landing()
     for device in dict.fromkeys(x.device for x in source if not x.is_cpu):
         pairs = [pair for pair in zip(into, source, strict=True) if pair[1].device == device]
