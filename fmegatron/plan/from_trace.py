@@ -274,7 +274,7 @@ def _deep_enough(build: Callable[[int], Description], depth: int, mesh: Mesh, ra
         try:
             return deep(build, depth, mesh, few=few, rank=rank, **how._asdict())
         except UnevenError as error:
-            uneven = uneven or error
+            uneven = error
     assert uneven is not None, "none of them does"
     most = schedule.overlap_of(how.overlap)
     if most is None or most.peak is None or mesh.size == 1:

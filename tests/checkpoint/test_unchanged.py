@@ -390,7 +390,7 @@ def test_signs_of_a_write_that_is_under_way(kind):
 def test_a_write_that_is_under_way_before_and_behind_an_asynchronous_save(tmp_path, monkeypatch):
     x = KINDS["contiguous"]()
     half = raw(x)[512:]
-    around(monkeypatch, async_save, "stage", "behind", lambda: np.add(half, 1, out=half))
+    around(monkeypatch, async_save, "begin_staging", "behind", lambda: np.add(half, 1, out=half))
     handle = checkpoint.save_async(tmp_path / "step", {"x": x})
     with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
         handle.result()
@@ -405,7 +405,7 @@ def test_an_asynchronous_save_is_refused(tmp_path, monkeypatch, kind, arena_byte
     with checkpoint.AsyncSaver(arena_bytes) as saver:
         checkpoint.save_async(tmp_path / "first", {"a": torch.zeros(9), "x": x}, saver=saver).result()
         with monkeypatch.context() as patch:
-            around(patch, async_save, "stage", "behind", lambda: x.add_(1))
+            around(patch, async_save, "begin_staging", "behind", lambda: x.add_(1))
             handle = checkpoint.save_async(tmp_path / "second", {"a": torch.zeros(9), "x": x}, saver=saver)
         with pytest.raises(RuntimeError, match="x: got a leaf that changed while it was saved"):
             handle.result()
@@ -421,7 +421,7 @@ def test_an_asynchronous_save_is_refused(tmp_path, monkeypatch, kind, arena_byte
 @pytest.mark.medium
 def test_an_asynchronous_save_of_a_part_beside_which_somebody_writes(tmp_path, monkeypatch):
     base = torch.arange(1024.0 * 1030).view(1024, 1030)
-    around(monkeypatch, async_save, "stage", "behind", lambda: base[:, 1024:].add_(1))
+    around(monkeypatch, async_save, "begin_staging", "behind", lambda: base[:, 1024:].add_(1))
     checkpoint.save_async(tmp_path / "step", {"x": base[:, :1024]}).result()
     assert_same_bits(checkpoint.restore(tmp_path / "step"), {"x": base[:, :1024].contiguous()})
 

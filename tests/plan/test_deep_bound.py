@@ -34,5 +34,5 @@ def test_it_is_bounded_by_the_limit_of_overlap(uneven):
     assert found.bound == 1.05 and found.transient == math.ceil(1.05 * uneven.transient)
     assert found.peak == found.state + found.batch + found.transient
     assert "at most: 1.05 times what is above state and batch in the order of the graph" in str(found)
-    with pytest.raises(from_trace.UnevenError, match=r"got \(4, 10\)"):  # of one rank nothing travels
+    with pytest.raises(from_trace.UnevenError, match=r"got \(8, 14\)"):  # of one rank nothing travels
         from_trace.deep(decoder, 32, Mesh())

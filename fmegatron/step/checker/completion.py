@@ -19,8 +19,15 @@ from fmegatron.step.checker.context import Scope, op_name, suspected
 from fmegatron.step.checker.values import Suspect, Unknown, Value
 from fmegatron.step.graph.nodes import items_of
 
-__all__ = ["comes_from_another", "in_any_order", "is_added_up", "may_be_completed", "met_in_another_order"]
-__all__ += ["pieces_paired"]
+__all__ = [
+    "comes_from_another",
+    "in_any_order",
+    "is_added_up",
+    "is_sent_on",
+    "may_be_completed",
+    "met_in_another_order",
+    "pieces_paired",
+]
 
 Node = torch.fx.Node
 _SUMS = (table.PSUM, table.REDUCE_SCATTER)
@@ -91,6 +98,14 @@ def may_be_completed(scope: Scope, node: Node, axis: str) -> bool:
     if (roots, axis) not in scope.completed:
         scope.completed[roots, axis] = _sent(scope, _of_index(node.graph, axis), roots, axis)
     return scope.completed[roots, axis]
+
+
+def is_sent_on(scope: Scope, node: Node, axis: str) -> bool:
+    """Whether what a node gives, or what the forward makes of it, goes to another rank of the axis, or meets a rank's
+    index, before it is summed over the ranks: an end that a scan carries on. Nothing is known of a layer's graph."""
+    if node.graph is not scope.top or scope.depth:
+        return True
+    return not node.meta.get("backward") and _sent(scope, _of_index(node.graph, axis), [node], axis, forward=True)
 
 
 def met_in_another_order(scope: Scope, node: Node, values: Sequence[Value], axis: str) -> Suspect | None:
@@ -184,11 +199,13 @@ def _of_index(graph: torch.fx.Graph, axis: str) -> set[Node]:
     return seen
 
 
-def _sent(scope: Scope, by_index: set[Node], roots: Iterable[Node], axis: str) -> bool:
+def _sent(scope: Scope, by_index: set[Node], roots: Iterable[Node], axis: str, forward: bool = False) -> bool:
     todo, seen = list(roots), set(roots)
     while todo:
         for user in todo.pop().users:
             if user in seen or user.op == "output" or user not in scope.live:
+                continue
+            if forward and user.meta.get("backward"):
                 continue
             seen.add(user)
             how = _collective_over(user, axis)

@@ -17,6 +17,7 @@ import torch
 
 from fmegatron.step.checker import chunks
 from fmegatron.step.checker.arithmetic import as_numbered, elementwise, may_shard, not_on
+from fmegatron.step.checker.completion import is_sent_on
 from fmegatron.step.checker.context import GO_ON, Rule, Rules, Scope, goes_round, line_of, op_name, shape_of, suspected
 from fmegatron.step.checker.dims import (
     UNIFORM,
@@ -407,7 +408,7 @@ def select(scope: Scope, node: Node, given: dict) -> Value:
     what = f"takes one index of dim {dim}, which is sharded"
     for axis in sorted(over(atoms)):
         fix = f"all_gather the dim over {axis!r} first, or use axis_index and declare"
-        sent = covered or goes_round(node, axis)
+        sent = covered or goes_round(node, axis) or is_sent_on(scope, node, axis)
         marks[axis] = scope.unknown(node, what) if sent else suspected(node, what, fix)
     return x.marked(marks).with_dims(rest)
 

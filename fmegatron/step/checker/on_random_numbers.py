@@ -2,8 +2,9 @@
 
 The step on one rank is what `Description.on` makes, or the same function with what it closes over moved to a mesh of
 ones (`other_mesh.py`), traced again. Both graphs run in torch.float64 on the same arrays. An output that differs far
-beyond rounding, on all draws, is no output of one rank: a finding, as rounding, ties and zeros are not to blame. Where
-both agree nothing is proven: numbers show mistakes, and not that there are none.
+beyond rounding, on all draws, is no output of one rank: a finding, as rounding, ties and zeros are not to blame; of one
+that rules prove it is unproven then. Where both agree nothing is proven: numbers show mistakes, and not that there are
+none.
 
 A plain number may have been made of the mesh, and be another on one rank: whole numbers that the user's functions close
 over, and those in the graph. A difference counts where it is there in each reading of them. What rules prove, of a step
@@ -46,6 +47,7 @@ _FAR, _NEAR = 1e-6, 1e-4  # of what differs, and of what a reading may explain
 _BACK = " (backward)"
 _LOOK = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
 _RANKS = "was told a number of ranks, and with that of one rank the step makes other numbers, on random ones"
+_PLAIN = "on random numbers it is not what one rank makes: a number may be made of that of ranks, or of a part's size"
 _TOLD = "numbers are made of a size of a rank's part, and on random numbers the step is not what one rank makes of them"
 # Of others numbers are dims, exponents, dtypes, and shapes, which a trace on one rank has of its own.
 _OF_NUMBERS = frozenset(
@@ -66,10 +68,10 @@ class Step(NamedTuple):
 
 def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = None) -> Report:
     """The report, where lines are findings that are unproven and of which an output is another than on one rank; and
-    where an output is unproven that rules prove, of a step in which Python was told a size of a rank's part or a number
-    of ranks, or a number is a sum with a size, or says where a part ends: what is made of those no rule sees. before:
-    the report without what was taken for numbers of ranks: that stays where the step cannot be run with those of one
-    rank, or then differs."""
+    where an output is unproven that rules prove and that is another there: numbers that Python made of a number of
+    ranks or of a size of a part (`0.9 * axes[name].size` asks the float), and what is cut by them, no rule sees.
+    before: the report without what was taken for numbers of ranks: that stays where the step cannot be run with those
+    of one rank, or then differs."""
     vouched = {path for one, _ in report.silenced if isinstance(one, Unproven) for path in one.outputs}
     open_ = {path for one in report.unproven for path in one.outputs} - vouched
     nodes = step.traced.graph_module.graph.nodes
@@ -77,7 +79,7 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
     outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
     of_number = {path for path, node in outputs if _is_count_of_number(node)} | vouched
     ranks = told_ranks(step, mesh)
-    paths = [p for p in step.traced.out_paths if p not in of_number and (p in open_ or told is not None or ranks)]
+    paths = [p for p in step.traced.out_paths if p not in of_number]
     trusted = any(isinstance(one, Finding) for one, _ in report.silenced)  # what it makes may differ as the user knows
     if not paths or trusted or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
         return report
@@ -97,8 +99,17 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
     if not beside:
         return found
     axes = tuple(axis for axis in mesh.names if mesh[axis] > 1)
-    at, op, why = (ranks[0].at, "a number of ranks", _RANKS) if told is None else (line_of(told), op_name(told), _TOLD)
-    more = Unproven(at, op, axes, why, GO_ON, tuple(p for p in paths if p in beside))
+    differ = tuple(p for p in paths if p in beside)
+    if told is not None:
+        at, op, why = line_of(told), op_name(told), _TOLD
+    elif ranks:
+        at, op, why = ranks[0].at, "a number of ranks", _RANKS
+    else:
+        node = step.traced.outputs[step.traced.out_paths.index(differ[0])]
+        while node.target is torch.ops.aten.detach.default:  # of the line that calls the step
+            node = node_of(node.args[0])
+        at, op, why = line_of(node), op_name(node), _PLAIN
+    more = Unproven(at, op, axes, why, GO_ON, differ)
     return dataclasses.replace(found, unproven=(*found.unproven, more))
 
 
