@@ -24,9 +24,9 @@ from fmegatron.step.checker.dims import folds_of, interleaved, order_of, said, s
 from fmegatron.step.checker.interpret import interpreted
 from fmegatron.step.checker.marks import too_large
 from fmegatron.step.checker.memories import mixed
-from fmegatron.step.checker.on_random_numbers import Step, differing, told_ranks
+from fmegatron.step.checker.on_random_numbers import Step, differing
 from fmegatron.step.checker.padding import at_output
-from fmegatron.step.checker.scaled_numbers import known_numbers
+from fmegatron.step.checker.scaled_numbers import known_numbers, told_ranks
 from fmegatron.step.checker.shares import owing
 from fmegatron.step.checker.values import (
     OWED,
@@ -74,7 +74,8 @@ def check(
     A finding is a proof of a mistake: at its line a value stops meaning what it means on one rank (arithmetic that
     undoes just this mistake, on purpose, could still mend it: `allow` states so). What no rule can decide is never a
     finding: the report lists it as unproven, with the outputs that depend on it, and is then not `ok`. Before that a
-    small step is run on random numbers, on simulated ranks and on one: what differs in every reading is a finding.
+    small step is run on random numbers, on simulated ranks and on one: what differs in every reading is a finding, and
+    unproven where rules prove it.
     What is proven: that every sum over ranks which an output needs is made once, over the right axes, in forward,
     backward and optimizer. What no check of types can see, and simulated ranks do (`testing.simulate`, `parity`):
     constants (a loss scale that is wrong), a false `declare`, and mistakes inside of a movement, such as the direction
@@ -100,7 +101,7 @@ def check(
     step = Step(given, args, traced, outputs, _empty)
     report = check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
     if not report.findings:
-        told, before = told_ranks(step, flat[0].mesh), None
+        told, before = told_ranks(given, flat[0].mesh), None
         if report.unproven and known_numbers(traced, fn, layouts, told, _empty):
             known = check_traced(traced, flat[0].mesh, flat, outputs, data=_data(traced), allow=allow)
             if not known.findings and len(known.unproven_outputs) < len(report.unproven_outputs):

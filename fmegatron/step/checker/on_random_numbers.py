@@ -28,7 +28,7 @@ from fmegatron.collectives import kinds, table
 from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step import opaque, widen
 from fmegatron.step.checker.context import GO_ON, Finding, Report, Unproven, line_of, op_name
-from fmegatron.step.checker.scaled_numbers import FAULTS, there_of
+from fmegatron.step.checker.scaled_numbers import FAULTS, there_of, told_ranks
 from fmegatron.step.checker.shapes import Open
 from fmegatron.step.checker.sizes import is_cut
 from fmegatron.step.description import Description
@@ -37,13 +37,14 @@ from fmegatron.step.graph.nodes import node_of
 from fmegatron.step.other_mesh import OneRank, on_one_rank, ones
 from fmegatron.step.tracing import Traced, trace
 
-__all__ = ["Step", "differing", "told_ranks"]
+__all__ = ["Step", "differing"]
 
 _MOST = 1 << 25  # elements that all ranks make together at most
 _NODES = 1 << 17  # and ops that they run
 _TRACES = 12  # of readings of numbers that functions close over at most
 _RUNS = 128  # and of those in a graph
 _FAR, _NEAR = 1e-6, 1e-4  # of what differs, and of what a reading may explain
+_LESS = 1e-2  # of a difference, which is left where a reading explains it
 _BACK = " (backward)"
 _LOOK = "look at what it adds up, divides by, cuts and sends; testing.parity compares each line with one rank"
 _RANKS = "was told a number of ranks, and with that of one rank the step makes other numbers, on random ones"
@@ -78,7 +79,7 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
     told = next((n for n in nodes if n.meta.get("asked") or n.meta.get("sums") or is_cut(n)), None)
     outputs = zip(step.traced.out_paths, step.traced.outputs, strict=True)
     of_number = {path for path, node in outputs if _is_count_of_number(node)} | vouched
-    ranks = told_ranks(step, mesh)
+    ranks = told_ranks(step.fn, mesh)
     paths = [p for p in step.traced.out_paths if p not in of_number]
     trusted = any(isinstance(one, Finding) for one, _ in report.silenced)  # what it makes may differ as the user knows
     if not paths or trusted or (isinstance(step.fn, Description) and step.fn.microbatches > 1):
@@ -111,16 +112,6 @@ def differing(report: Report, step: Step, mesh: Mesh, before: Report | None = No
         at, op, why = line_of(node), op_name(node), _PLAIN
     more = Unproven(at, op, axes, why, GO_ON, differ)
     return dataclasses.replace(found, unproven=(*found.unproven, more))
-
-
-def told_ranks(step: Step, mesh: Mesh) -> list[rank_counts.Told]:
-    """What the user's code asked of the mesh, in the order of lines."""
-    moved = OneRank(mesh)
-    try:
-        moved((mesh, step.fn.function if isinstance(step.fn, Description) else step.fn))
-    except ValueError:  # of what one rank has not
-        pass
-    return sorted(moved.told, key=lambda one: (one.number is None, one.file, one.line))
 
 
 def _with_findings(report: Report, wrong: set[str]) -> Report:
@@ -201,13 +192,16 @@ class _Compared:
         if not wrong or self.stated:
             return wrong
         changed = self._changed(graph, made) if written else ()
+        gaps = {p: self._gap(p, ranks[0], self._ones[0][0]) for p in wrong}
         readings = ((other, draws[0]) for other in itertools.chain(self._closed_over(plain), changed))
         for other, draw in itertools.chain(((graph, draw) for draw in self._dealt(draws[0])), readings):
             try:
                 one = self._ran(other, [[x] for x in draw])
             except FAULTS:  # no reading of it
                 continue
-            if not any(self._differs(p, ranks[0], one, one, _NEAR) for p in paths):
+            if any(self._differs(p, ranks[0], one, one, _NEAR) for p in paths):
+                continue
+            if all(self._gap(p, ranks[0], one) <= _LESS * gaps[p] for p in wrong):  # and not as near as it was before
                 return set()
         return wrong
 
@@ -320,6 +314,14 @@ class _Compared:
                 return False
             differs |= bool(((x.double() - wanted).abs() > allowed).any())
         return differs
+
+    def _gap(self, path: str, ranks: list, one: list) -> float:
+        """The largest difference of an element of an output from what one rank makes."""
+        at = self.many.paths.index(path)
+        layout, whole = self.step.outputs[at], one[at][0].double()
+        parts = [whole if layout is None else tree.local(whole, layout, rank) for rank in range(len(ranks[at]))]
+        gaps = [(x.double() - part).abs() for x, part in zip(ranks[at], parts, strict=True)]
+        return max((float(gap.max()) for gap in gaps if gap.numel()), default=0.0)
 
     # ---- readings
     def _dealt(self, draw: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -22,12 +22,13 @@ from fmegatron.layout import Layout, Mesh, rank_counts
 from fmegatron.step.checker.context import line_of, op_name
 from fmegatron.step.checker.shapes import Open
 from fmegatron.step.checker.sizes import may_be_of
+from fmegatron.step.description import Description
 from fmegatron.step.graph.nodes import entry_of
 from fmegatron.step.other_mesh import OneRank, on_one_rank
 from fmegatron.step.tracing import Traced, trace
 from fmegatron.tree import structure
 
-__all__ = ["FAULTS", "known_numbers", "there_of"]
+__all__ = ["FAULTS", "known_numbers", "there_of", "told_ranks"]
 
 _Way = int | None  # see `_way`; None: another, of which nothing is known
 _FACTORS = frozenset(("mul", "div", "_foreach_mul", "_foreach_div"))
@@ -41,6 +42,16 @@ FAULTS = (
     *(Open, ValueError, RuntimeError, IndexError, TypeError),
     *(KeyError, AttributeError, AssertionError, ArithmeticError),
 )
+
+
+def told_ranks(fn: Callable | Description, mesh: Mesh) -> list[rank_counts.Told]:
+    """What the user's code asked of the mesh, in the order of lines."""
+    moved = OneRank(mesh)
+    try:
+        moved((mesh, fn.function if isinstance(fn, Description) else fn))
+    except ValueError:  # of what one rank has not
+        pass
+    return sorted(moved.told, key=lambda one: (one.number is None, one.file, one.line))
 
 
 def known_numbers(
