@@ -90,7 +90,8 @@ def test_check_has_its_rule(dtype):
     }
     w = Layout((4, D, F), dtype, mesh)
     report = check(of(True), w, batch)
-    assert report.ok, str(report)
+    # Rules leave nothing open; the same ends in each rank's rows are others than in all rows, which numbers show.
+    assert not report.findings and all(one.why.startswith("on random numbers") for one in report.unproven), str(report)
     assert check(of(False), w, batch).findings
 
 
