@@ -18,41 +18,13 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fmegatron.step import buckets
 from fmegatron.step.graph.nodes import is_light, node_of, written_by
-from fmegatron.step.leaving import is_brought
+from fmegatron.step.leaving import Travel, is_brought
 from fmegatron.step.lower import copy_module
-from fmegatron.step.operators import Begun
 
-__all__ = ["Arriving", "arriving"]
+__all__ = ["arriving"]
 
 _NAMESPACE = "fmegatron_step"
-
-
-class Arriving:
-    """What begins the copies of a graph's buckets, and waits for them. device: to which they are made. name: of the
-    graph."""
-
-    def __init__(self, device: torch.device, name: str):
-        self.device = device
-        self._copies: buckets.Copies | None = None
-        self.begin = Begun(f"begin_{name}", self._begin, "(Tensor(a!)[] rooms, Tensor[] sources) -> ()")
-        self.wait = Begun(f"wait_{name}", self._wait, "(Tensor(a!)[] rooms) -> ()")
-
-    @property
-    def copies(self) -> buckets.Copies:
-        """How they are made."""
-        if self._copies is None:
-            self._copies = buckets.copies_on(self.device, False)
-        return self._copies
-
-    def _begin(self, *tensors: torch.Tensor) -> None:
-        half = len(tensors) // 2
-        self.copies.bring(list(zip(tensors[:half], tensors[half:], strict=True)))
-
-    def _wait(self, *rooms: torch.Tensor) -> None:
-        del rooms
-        self.copies.arrived()
 
 
 def arriving(graph_module: fx.GraphModule, host_bytes: int) -> fx.GraphModule:
@@ -65,7 +37,8 @@ def arriving(graph_module: fx.GraphModule, host_bytes: int) -> fx.GraphModule:
     graph, found = module.graph, list(_buckets(module.graph, host_bytes))
     position = {node: i for i, node in enumerate(graph.nodes)}
     digest = hashlib.sha256(graph_module.code.encode()).hexdigest()[:16]
-    run = Arriving(found[0][0].meta["val"].device, digest)
+    device, names = found[0][0].meta["val"].device, (f"begin_{digest}", f"wait_{digest}")
+    run = Travel(device, names, lambda copies, pairs: copies.bring(pairs), lambda copies: copies.arrived(), held=False)
     laid: dict[fx.Node, fx.Node] = {}
     begin_at, before = found[0][0], node_of(found[0][0].args[1])
     for bucket in found:
@@ -96,7 +69,7 @@ def arriving(graph_module: fx.GraphModule, host_bytes: int) -> fx.GraphModule:
     return module
 
 
-def _items_of(graph: fx.Graph, run: Arriving) -> list[list[fx.Node]]:
+def _items_of(graph: fx.Graph, run: Travel) -> list[list[fx.Node]]:
     """The memory of each bucket, in their order."""
     return [list(node.args[0]) for node in graph.find_nodes(op="call_function", target=run.begin.op)]
 

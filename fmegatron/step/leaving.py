@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -22,17 +22,22 @@ from fmegatron.step.lower import copy_module
 from fmegatron.step.operators import Begun
 from fmegatron.step.torch_private import Op, opname
 
-__all__ = ["is_brought", "leaving"]
+__all__ = ["Travel", "is_brought", "leaving"]
 
 
-class Leaving:
-    """What begins the copies of a graph's layers, and waits for them. device: from which. name: of the graph."""
+class Travel:
+    """What begins the copies of a graph between a device and its host, and waits for them.
 
-    def __init__(self, device: torch.device, name: str):
-        self.device = device
+    names: of the operators that do. move: begins copies, pairs of memory and what is copied there. end: waits for them.
+    held: whether the wait takes what is copied, too, so that its memory is nobody else's until then.
+    """
+
+    def __init__(self, device: torch.device, names: tuple[str, str], move: Callable, end: Callable, held: bool):
+        self.device, self._move, self._end = device, move, end
         self._copies: buckets.Copies | None = None
-        both = "(Tensor(a!)[] rooms, Tensor[] sources) -> ()"
-        self.begin, self.wait = Begun(f"leave_{name}", self._begin, both), Begun(f"left_{name}", self._wait, both)
+        rooms, both = "(Tensor(a!)[] rooms) -> ()", "(Tensor(a!)[] rooms, Tensor[] sources) -> ()"
+        self.begin = Begun(names[0], self._begin, both)
+        self.wait = Begun(names[1], self._wait, both if held else rooms)
 
     @property
     def copies(self) -> buckets.Copies:
@@ -43,11 +48,11 @@ class Leaving:
 
     def _begin(self, *tensors: torch.Tensor) -> None:
         half = len(tensors) // 2
-        self.copies.store(list(zip(tensors[:half], tensors[half:], strict=True)))
+        self._move(self.copies, list(zip(tensors[:half], tensors[half:], strict=True)))
 
     def _wait(self, *tensors: torch.Tensor) -> None:
         del tensors
-        self.copies.left()
+        self._end(self.copies)
 
 
 def is_brought(node: fx.Node) -> bool:
@@ -66,7 +71,8 @@ def leaving(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph, groups = module.graph, list(_groups(module.graph))
     position = {node: i for i, node in enumerate(graph.nodes)}
     digest = hashlib.sha256(graph_module.code.encode()).hexdigest()[:16]
-    run = Leaving(node_of(groups[0][0].args[0]).meta["val"].device, digest)
+    device, names = node_of(groups[0][0].args[0]).meta["val"].device, (f"leave_{digest}", f"left_{digest}")
+    run = Travel(device, names, lambda copies, pairs: copies.store(pairs), lambda copies: copies.left(), held=True)
     ends = [group[-1].next for group in groups]  # where they begin
     for number, (group, at) in enumerate(zip(groups, ends, strict=True)):
         sources, values = [node_of(node.args[0]) for node in group], [node.meta["val"] for node in group]
